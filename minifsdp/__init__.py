@@ -1,0 +1,21 @@
+"""Fully Sharded Data Parallel, from scratch in pure PyTorch.
+
+Parameters, gradients and optimizer state are sharded over ranks by rows, and gathered only while
+they are computed with. `from minifsdp import fully_shard` stands in for
+`from torch.distributed.fsdp import fully_shard`.
+"""
+
+from .api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from .clip import clip_grad_norm_
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "clip_grad_norm_",
+    "fully_shard",
+    "register_fsdp_forward_method",
+]

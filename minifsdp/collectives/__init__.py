@@ -1,0 +1,113 @@
+"""Moving a unit's parameters and gradients between ranks, behind one small interface.
+
+*backend* calls the process group; *direct* sends each piece straight to each peer (CPU). Both go
+through a packed message, one a unit. `auto` takes *direct* for CPU ranks on gloo, else *backend*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .backend import BackendCollectives, divides
+from .direct import DirectCollectives
+from .packed import Part, Peers
+
+__all__ = ["Collectives", "Gather", "Part", "Peers", "Reduction", "all_reduce", "choose"]
+__all__ += ["use_collectives"]
+
+
+class Gather(Protocol):
+    """An all-gather under way."""
+
+    nbytes: int
+
+    def wait(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Fill `outputs`: for each part, one (world_size, slot) view a parameter."""
+
+    def finish(self) -> None:
+        """Block until nothing of it is under way."""
+
+    def discard(self) -> None:
+        """Drop what arrived, after `finish`."""
+
+
+class Reduction(Protocol):
+    """A reduce-scatter: fill `message`, `start`, `wait`."""
+
+    nbytes: int
+    message: torch.Tensor
+
+    def start(self, average: bool) -> None: ...
+    def wait(self) -> torch.Tensor: ...
+    def discard(self) -> None: ...
+
+
+class Collectives(Protocol):
+    """How messages travel."""
+
+    name: str
+
+    def all_gather(self, parts: Sequence[Part], peers: Peers, device: torch.device) -> Gather: ...
+
+    def reduction(
+        self, numel: int, dtype: torch.dtype, peers: Peers, device: torch.device
+    ) -> Reduction: ...
+
+
+_IMPLEMENTATIONS: dict[str, Collectives] = {
+    "direct": DirectCollectives(),
+    "backend": BackendCollectives(),
+}
+_chosen = "auto"
+
+
+class use_collectives:
+    """Choose how messages travel: `use_collectives("direct")`, or `with use_collectives(...):`.
+
+    name: "direct", "backend" or "auto". All ranks must choose the same, outside a step.
+    Raises ValueError for another name.
+    """
+
+    def __init__(self, name: str) -> None:
+        global _chosen
+        if name != "auto" and name not in _IMPLEMENTATIONS:
+            known = ", ".join(["auto", *_IMPLEMENTATIONS])
+            raise ValueError(f"no collectives named {name!r}; choose one of: {known}")
+        self._previous, _chosen = _chosen, name
+
+    def __enter__(self) -> use_collectives:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        global _chosen
+        _chosen = self._previous
+
+
+def choose(peers: Peers, device: torch.device) -> Collectives:
+    """The collectives that a message between `peers` on `device` takes now."""
+    if _chosen != "auto":
+        return _IMPLEMENTATIONS[_chosen]
+    on_gloo = device.type == "cpu" and dist.get_backend(peers.group) == "gloo"
+    return _IMPLEMENTATIONS["direct" if on_gloo else "backend"]
+
+
+class all_reduce:
+    """An all-reduce of `tensor` in place, under way; the mean if `average`, else the sum.
+
+    Always by the backend: its bits define what replicas agree on.
+    """
+
+    def __init__(self, tensor: torch.Tensor, peers: Peers, average: bool) -> None:
+        in_backend = average and divides(peers.group, tensor.device)
+        op = dist.ReduceOp.AVG if in_backend else dist.ReduceOp.SUM
+        self._tensor = tensor
+        self._divisor = peers.size if average and not in_backend else None
+        self._work = dist.all_reduce(tensor, op=op, group=peers.group, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._tensor if self._divisor is None else self._tensor.div_(self._divisor)

@@ -1,0 +1,56 @@
+"""The flat shard: one buffer that holds this rank's rows of several parameters side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .layout import PieceLayout, RowLayout
+from .param import ShardedParam
+
+
+class FlatShard:
+    """Rows of parameters of one dtype, in slots of equal size on every rank (see `layout`).
+
+    It is what `collectives` calls a part: it knows what it sends and in which dtype.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        layouts: Sequence[RowLayout],
+        rank: int,
+        message_dtype: torch.dtype,
+    ) -> None:
+        self.params = list(params)
+        self.layouts = list(layouts)
+        self.rank = rank
+        self.message_dtype = message_dtype
+        self.piece = PieceLayout.of(layouts)
+        self.slots = self.piece.slots
+        self.flat: torch.Tensor | None = None
+
+    def source(self) -> torch.Tensor:
+        """This rank's piece, (numel,), as it is kept."""
+        return self.flat
+
+    def fill(self, rows: Sequence[torch.Tensor], device: torch.device, pinned: bool) -> None:
+        """Allocate the buffer on `device` and copy each parameter's local rows into its slot."""
+        dtype = rows[0].dtype
+        self.flat = torch.zeros(self.piece.numel, dtype=dtype, device=device, pin_memory=pinned)
+        if not self.flat.is_meta:
+            for view, local in zip(self.views(), rows, strict=True):
+                view.copy_(local)
+
+    def views(self, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Each parameter's local rows, (rows of this rank, *shape[1:]), in the shard or its like."""
+        flat = self.flat if flat is None else flat
+        views = []
+        for param, layout, offset in zip(
+            self.params, self.layouts, self.piece.offsets, strict=True
+        ):
+            rows = len(layout.rows_of(self.rank))
+            local = flat[offset : offset + rows * layout.row_numel]
+            views.append(local.view(rows, *param.shape[1:]))
+        return views

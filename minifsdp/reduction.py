@@ -1,0 +1,313 @@
+"""From a unit's gradients, as autograd makes them, to sharded gradients that optimizers read.
+
+[Note: gradients leave autograd at once]
+A full gradient is copied into the unit's message in the post-accumulate hook and dropped, so full
+gradients and the message never exist side by side. Only where the message is narrower than the
+gradient (fp32 gradients reduced in bf16) is it kept until the unit's backward ends: if autograd
+brings a second contribution, both must be added before they are rounded.
+
+[Note: a reduction is a short pipeline]
+fill the message -> reduce-scatter -> (2-D mesh: all-reduce over replicas) -> divide, hand out.
+Each `advance` waits for one stage and starts the next, so that stages of one unit overlap with the
+backward of the units before it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from . import collectives, events
+from .layout import PieceLayout
+from .param import ShardedParam, post_accumulate_hooks
+from .scaling import Scaling, scaling
+from .unit import Unit
+
+
+def place_rows(message: torch.Tensor, offset: int, param: ShardedParam, grad: torch.Tensor) -> None:
+    """Write a full gradient into its slot of every piece of `message`, zeros where rows end."""
+    slot = param.layout.slot_numel
+    if slot == 0:
+        return
+    columns = message[:, offset : offset + slot]
+    rows = grad.reshape(-1)
+    whole, rest = divmod(rows.numel(), slot)
+    if whole:
+        columns[:whole].copy_(rows[: whole * slot].view(whole, slot))
+    if whole < len(columns):
+        columns[whole, :rest].copy_(rows[whole * slot :])
+        columns[whole, rest:].zero_()
+        columns[whole + 1 :].zero_()
+
+
+def take_rows(message: torch.Tensor, offset: int, param: ShardedParam) -> torch.Tensor:
+    """The full gradient that `place_rows` wrote."""
+    columns = message[:, offset : offset + param.layout.slot_numel]
+    return columns.reshape(-1)[: param.layout.numel].view(param.shape)
+
+
+class LocalReduction:
+    """The reduction of a unit on one rank: what was filled in is the result."""
+
+    nbytes = 0
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.message = torch.empty(1, numel, dtype=dtype, device=device)
+
+    def start(self, average: bool) -> None: ...
+
+    def wait(self) -> torch.Tensor:
+        return self.message[0]
+
+    def discard(self) -> None: ...
+
+
+class GradientReducer:
+    """Collects one unit's gradients during backward, reduces them, and hands out the rows."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = weakref.proxy(unit)  # the unit owns this; a cycle would outlive `del model`
+        self.syncs = True
+        """Reduce gradients at all; else they stay whole and local, accumulating."""
+        self.all_reduces = True
+        """On a 2-D mesh, also reduce over replicas; else partial sums accumulate."""
+        self.fills_unused = False
+        """Send zeros for parameters that got no gradient on this rank."""
+        self.divide_factor: float | None = None
+        self.force_sum = False
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self._watched: dict[int, torch.Tensor] = {}
+        self._unsynced: dict[ShardedParam, torch.Tensor] = {}
+        self._partial: torch.Tensor | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """No gradient of this backward has arrived, and nothing is under way."""
+        self._members: list[ShardedParam] = []
+        self._offsets: dict[ShardedParam, int] = {}
+        self._filling: collectives.Reduction | None = None
+        self._filled: set[ShardedParam] = set()
+        self._late: dict[ShardedParam, torch.Tensor] = {}
+        self._scatter: collectives.Reduction | None = None
+        self._replicate: collectives.all_reduce | None = None
+
+    # Collecting
+
+    def watch(self) -> None:
+        """Take gradients of the unsharded parameters from now on."""
+        me = weakref.ref(self)
+        for index, param in enumerate(self.unit.params):
+            full = param.unsharded
+            if full.requires_grad and self._watched.get(index) is not full:
+                full.register_post_accumulate_grad_hook(partial(_take, me, index))
+                self._watched[index] = full
+
+    def take(self, param: ShardedParam, full: torch.Tensor) -> None:
+        """Move `full.grad` into the message, or onto what un-synced micro-batches have left."""
+        grad, full.grad = full.grad, None
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"backward(create_graph=True) reached parameter {param.name!r} of unit "
+                f"{self.unit.name!r}: a sharded gradient would silently lose its graph. Compute "
+                "higher-order gradients on a model that is not sharded"
+            )
+        if not self.syncs:
+            self._accumulate(param, grad)
+            return
+        if param in self._unsynced:
+            grad = self._unsynced.pop(param).add_(grad)
+        self._keep(param, grad)
+
+    def _accumulate(self, param: ShardedParam, grad: torch.Tensor) -> None:
+        if param in self._unsynced:
+            self._unsynced[param].add_(grad)
+        else:
+            self._unsynced[param] = grad.to(self.unit.mp_policy.reduce_dtype or grad.dtype)
+
+    def _keep(self, param: ShardedParam, grad: torch.Tensor) -> None:
+        reduce_dtype = self.unit.mp_policy.reduce_dtype or grad.dtype
+        exact = torch.promote_types(reduce_dtype, grad.dtype) == reduce_dtype
+        if param in self._late:
+            self._late[param] = self._late[param] + grad
+        elif self._is_local() or not exact:
+            self._late[param] = grad
+        else:
+            self._place(param, grad, reduce_dtype)
+
+    def _is_local(self) -> bool:
+        """Whether gradients need no message: one rank, and nobody wants to see one."""
+        home = self.unit.home
+        return home.shards.size == 1 and home.replicas is None and self.all_reduce_hook is None
+
+    def _place(self, param: ShardedParam, grad: torch.Tensor, dtype: torch.dtype) -> None:
+        if self._filling is None:
+            self._begin([p for p in self.unit.params if p.requires_grad], dtype)
+        message, offset = self._filling.message, self._offsets[param]
+        if param in self._filled:
+            earlier = take_rows(message, offset, param).to(grad.dtype)
+            grad = earlier + grad
+        place_rows(message, offset, param, grad)
+        self._filled.add(param)
+
+    def _begin(self, members: Sequence[ShardedParam], dtype: torch.dtype) -> None:
+        piece = PieceLayout.of([p.layout for p in members])
+        self._members = list(members)
+        self._offsets = dict(zip(members, piece.offsets, strict=True))
+        peers, device = self.unit.home.shards, self.unit.home.device
+        if peers.size == 1:
+            self._filling = LocalReduction(piece.numel, dtype, device)
+        else:
+            how = collectives.choose(peers, device)
+            self._filling = how.reduction(piece.numel, dtype, peers, device)
+
+    # Reducing
+
+    @torch.no_grad()
+    def start(self) -> bool:
+        """Reduce what this backward brought; returns whether something is now under way."""
+        for param in [p for p in self.unit.params if p in self._unsynced]:
+            self._keep(param, self._unsynced.pop(param))
+        if self._is_local():
+            self._hand_out_local()
+            return False
+        self._complete_message()
+        if self._filling is None:
+            return False
+        message = self._filling.message
+        scale = self._scaling(message.dtype)
+        if scale.divide_before != 1:
+            message.div_(scale.divide_before)
+        if scale.multiply_before != 1:
+            message.mul_(scale.multiply_before)
+        self._scatter, self._filling = self._filling, None
+        self._filled.clear()
+        self._scatter.start(scale.average_shards)
+        if events.listeners:
+            events.emit("reduce_scatter", self.unit.name, self._scatter.nbytes)
+        return True
+
+    def _complete_message(self) -> None:
+        """Bring the message to the parameters that have gradients, or zeros for those that lack."""
+        trained = [p for p in self.unit.params if p.requires_grad and p.unsharded is not None]
+        late, self._late = self._late, {}
+        policy = self.unit.mp_policy
+        for param, grad in late.items():
+            self._place(param, grad, policy.reduce_dtype or grad.dtype)
+        missing = [p for p in (self._members or trained) if p not in self._filled]
+        if missing and self.fills_unused:
+            dtype = policy.reduce_dtype or missing[0].unsharded.dtype
+            for param in missing:
+                zeros = torch.zeros(param.shape, dtype=dtype, device=self.unit.home.device)
+                self._place(param, zeros, dtype)
+        elif missing and self._filled:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Rebuild the message without the slots of parameters that got no gradient."""
+        wide, offsets = self._filling, self._offsets
+        present = [p for p in self._members if p in self._filled]
+        self._begin(present, wide.message.dtype)
+        for param in present:
+            slot, source, target = param.layout.slot_numel, offsets[param], self._offsets[param]
+            columns = wide.message[:, source : source + slot]
+            self._filling.message[:, target : target + slot].copy_(columns)
+        wide.discard()
+
+    def _scaling(self, dtype: torch.dtype) -> Scaling:
+        home = self.unit.home
+        replicas = home.replicas.size if home.replicas else 1
+        return scaling(dtype, home.shards.size, replicas, self.divide_factor, self.force_sum)
+
+    @torch.no_grad()
+    def advance(self) -> bool:
+        """Wait for the stage under way and start the next; returns whether one is."""
+        if self._scatter is not None:
+            rows, self._scatter = self._scatter.wait(), None
+            if self.unit.home.replicas is None:
+                self._hand_out(rows)
+                return False
+            if self._partial is not None:
+                rows.add_(self._partial)
+                self._partial = None
+            if not self.all_reduces:
+                self._partial = rows
+                return False
+            average = self._scaling(rows.dtype).average_replicas
+            self._replicate = collectives.all_reduce(rows, self.unit.home.replicas, average)
+            if events.listeners:
+                events.emit("all_reduce", self.unit.name, rows.nbytes)
+            return True
+        if self._replicate is not None:
+            rows, self._replicate = self._replicate.wait(), None
+            self._hand_out(rows)
+        return False
+
+    def finish(self) -> None:
+        """Bring what is under way to its end."""
+        while self.advance():
+            pass
+
+    # Handing out
+
+    def _hand_out(self, rows: torch.Tensor) -> None:
+        """Give each parameter its slice of the reduced piece."""
+        if self.all_reduce_hook is not None:
+            self.all_reduce_hook(rows)
+        after = self._scaling(rows.dtype).divide_after
+        if after != 1:
+            rows.div_(after)
+        rows = rows.to(self._members[0].sharded.dtype)
+        if self.unit.offloaded:
+            rows = rows.cpu()
+        rank = self.unit.home.shards.rank
+        for param in self._members:
+            offset, count = self._offsets[param], param.layout.numel_of(rank)
+            local = rows[offset : offset + count].view(-1, *param.shape[1:]) if count else None
+            if local is None:
+                local = rows.new_empty(0, *param.shape[1:])
+            self._add_gradient(param, local)
+        if events.listeners:
+            events.emit("reduced", self.unit.name)
+
+    def _hand_out_local(self) -> None:
+        """One rank: the gradients are the rows; scale and cast them as a message would be."""
+        for param in [p for p in self.unit.params if p in self._late]:
+            grad = self._late.pop(param)
+            grad = grad.to(self.unit.mp_policy.reduce_dtype or grad.dtype)
+            scale = self._scaling(grad.dtype)
+            for divisor in (scale.divide_before, scale.divide_after):
+                if divisor != 1:
+                    grad = grad / divisor
+            grad = grad.to(param.sharded.dtype)
+            self._add_gradient(param, grad.cpu() if self.unit.offloaded else grad)
+
+    def _add_gradient(self, param: ShardedParam, local: torch.Tensor) -> None:
+        sharded = param.sharded
+        if sharded.grad is None:
+            sharded.grad = param.as_dtensor(local)
+        else:
+            sharded.grad.to_local().add_(local)
+        for hook in post_accumulate_hooks(sharded):
+            hook(sharded)
+
+    def reset(self) -> None:
+        """Forget every gradient that was not handed out, accumulated ones included."""
+        for pending in (self._scatter, self._replicate):
+            if pending is not None:
+                pending.wait()
+        if self._filling is not None:
+            self._filling.discard()
+        self._unsynced.clear()
+        self._partial = None
+        self._forget()
+
+
+def _take(reducer: weakref.ref[GradientReducer], index: int, full: torch.Tensor) -> None:
+    """Autograd's post-accumulate hook. Weak, so that a graph kept alive keeps no model alive."""
+    live = reducer()
+    if live is not None:
+        with torch.no_grad():
+            live.take(live.unit.params[index], full)
