@@ -5,8 +5,9 @@ they are computed with. `from minifsdp import fully_shard` stands in for
 `from torch.distributed.fsdp import fully_shard`.
 """
 
-from .api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from .api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .clip import clip_grad_norm_
+from .module import FSDPModule, UnshardHandle
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

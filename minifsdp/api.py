@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, overload
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from .param import Owner, ShardedParam, mark_sharded, sharded_as
-from .placement import Home, default_mesh, near_home
+from .hooks import UNIT_ATTRIBUTE, ScheduledUnit
+from .managed import check_module, check_placements, move_to_device, near_ranks, own_params
+from .misuse import watch_optimizers
+from .module import FSDPModule, check_units
+from .param import ShardedParam
+from .placement import Home, default_mesh
 from .policy import MixedPrecisionPolicy, OffloadPolicy, as_mixed_precision, as_offload
-from .runtime import UNIT_ATTRIBUTE, ScheduledUnit, unit_of
-from .unit import shard
 
 
 @overload
@@ -53,18 +54,19 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     for one in modules:
-        _check_module(one)
+        check_module(one)
     if dp_mesh_dims is not None:
         raise NotImplementedError(
             "fully_shard does not take dp_mesh_dims (parameters that are DTensors already): pass "
             "the data-parallel submesh as mesh="
         )
     home = Home.of(mesh if mesh is not None else default_mesh())
-    near = _near(reshard_after_forward, home)
+    near = near_ranks(reshard_after_forward, home)
     ignored = set(ignored_params or ())
-    params = _own_params(modules, ignored, home)
-    _check_placements(shard_placement_fn, params)
-    _move_to_device(modules, params, ignored, home.device)
+    params = own_params(modules, ignored, home)
+    check_placements(shard_placement_fn, params)
+    move_to_device(modules, params, ignored, home.device)
+    watch_optimizers()
     unit = ScheduledUnit(
         modules,
         params,
@@ -80,104 +82,6 @@ def fully_shard(
         one.__class__ = _sharded_class(type(one))
     _reshard_around_state_dicts(params, unit)
     return module
-
-
-# What fully_shard checks and collects
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"fully_shard takes modules, not {type(module).__name__}: {module!r}")
-    name = type(module).__name__
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(f"{name} has no forward to hook: shard the modules inside it instead")
-    if unit_of(module) is not None:
-        raise ValueError(f"{name} is already sharded: call fully_shard once for each module")
-
-
-def _near(reshard_after_forward: bool | int | None, home: Home) -> Home | None:
-    """The smaller groups of ranks to reshard to, if that is what an int asks for."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return None
-    size, whole = reshard_after_forward, home.shards.size
-    if not isinstance(size, int) or size < 1 or whole % size:
-        raise ValueError(
-            f"reshard_after_forward={size!r} must be True, False, None, or a divisor of the "
-            f"{whole} ranks that the parameters are sharded over"
-        )
-    if size == 1:
-        raise ValueError("reshard_after_forward=1 keeps whole parameters: say False instead")
-    return None if size == whole else near_home(home, size)
-
-
-def _walk(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of `modules` and everything inside them that is no unit yet."""
-    seen: set[nn.Module] = set()
-
-    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or unit_of(module) is not None:
-            return
-        seen.add(module)
-        yield path, module
-        for name, child in module.named_children():
-            yield from visit(f"{path}.{name}" if path else name, child)
-
-    for module in modules:
-        yield from visit("", module)
-
-
-def _own_params(
-    modules: list[nn.Module], ignored: set[nn.Parameter], home: Home
-) -> list[ShardedParam]:
-    """Describe the parameters that become the new unit's, each once, with all its owners."""
-    owners: dict[nn.Parameter, list[Owner]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for path, module in _walk(modules):
-        for attribute, param in module._parameters.items():
-            if param is None or param in ignored:
-                continue
-            owners.setdefault(param, []).append(Owner(weakref.ref(module), attribute))
-            names.setdefault(param, f"{path}.{attribute}" if path else attribute)
-    described = []
-    for param, its_owners in owners.items():
-        name = names[param]
-        if isinstance(param, DTensor):
-            raise ValueError(
-                f"parameter {name!r} is a DTensor already. If its parent was sharded before it: shard "
-                "inner modules first, their parents after them"
-            )
-        if (other := sharded_as(param)) is not None:
-            raise ValueError(
-                f"parameter {name!r} is tied to {other!r}, which another unit shards: shard both "
-                "modules as one unit, fully_shard([module_a, module_b])"
-            )
-        described.append(shard(name, param, its_owners, home))
-        mark_sharded(param, name)
-    return described
-
-
-def _check_placements(choose: Callable[..., Shard | None] | None, params) -> None:
-    if choose is None:
-        return
-    for param in params:
-        placement = choose(param.registered())
-        if placement is not None and placement != Shard(0):
-            raise NotImplementedError(
-                f"shard_placement_fn wants {placement} for parameter {param.name!r}; only "
-                "Shard(0), rows, is supported"
-            )
-
-
-def _move_to_device(modules, params: list[ShardedParam], ignored, device: torch.device) -> None:
-    """Bring whole parameters and buffers to the unit's device, unless they are on meta."""
-    for param in params:
-        whole = param.registered()
-        if not whole.is_meta and whole.device != device:
-            whole.data = whole.data.to(device)
-    for _, module in _walk(modules):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
 
 
 def _reshard_around_state_dicts(params: list[ShardedParam], unit: ScheduledUnit) -> None:
@@ -202,114 +106,6 @@ def _refuse_deepcopy(self: nn.Module, memo: object) -> None:
     )
 
 
-class UnshardHandle:
-    """What `FSDPModule.unshard(async_op=True)` returns."""
-
-    def __init__(self, unit: ScheduledUnit) -> None:
-        self._unit: ScheduledUnit | None = unit
-
-    def wait(self) -> None:
-        """Block until the unit's parameters are whole."""
-        if self._unit is not None:
-            self._unit.wait_for_unshard()
-            self._unit = None
-
-
-class FSDPModule:
-    """What a module is after `fully_shard`: itself, and these methods."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Building a sharded class anew builds the module class underneath it, not sharded."""
-        original = cls.__mro__[2]
-        return original(*args, **kwargs)
-
-    def _unit(self) -> ScheduledUnit:
-        return unit_of(self)
-
-    def _units(self, recurse: bool) -> Iterable[ScheduledUnit]:
-        modules = self.modules() if recurse else [self]
-        return dict.fromkeys(u for m in modules if (u := unit_of(m)) is not None)
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Make this unit's own parameters whole; with `async_op`, once the handle is waited for."""
-        unit = self._unit()
-        unit.unshard()
-        if async_op:
-            return UnshardHandle(unit)
-        unit.wait_for_unshard()
-        return None
-
-    def reshard(self) -> None:
-        """Free this unit's whole parameters; rows are registered again."""
-        self._unit().reshard()
-
-    def reset_iter_state(self) -> None:
-        """Give up the iteration under way after an exception; gradients not yet reduced are lost.
-
-        Raises RuntimeError on a module that is not the root.
-        """
-        runtime = self._unit().runtime
-        if runtime is None:
-            return
-        if self._unit().index != 0:
-            raise RuntimeError("reset_iter_state is for the root: call it on the outermost module")
-        runtime.reset()
-
-    def set_requires_gradient_sync(self, value: bool, *, recurse: bool = True) -> None:
-        """False: backward leaves gradients whole and local, accumulating, until one that syncs."""
-        for unit in self._units(recurse):
-            unit.reducer.syncs = value
-            unit.reducer.all_reduces = value
-
-    def set_requires_all_reduce(self, value: bool, *, recurse: bool = True) -> None:
-        """False, on a 2-D mesh: reduce over shards only, until a backward that does both."""
-        for unit in self._units(recurse):
-            unit.reducer.all_reduces = value
-
-    def set_is_last_backward(self, value: bool) -> None:
-        """False: more backwards follow before gradients are read, so reductions need not end."""
-        unit = self._unit()
-        root = unit if unit.runtime is None else unit.runtime.root()
-        root.is_last_backward = value
-
-    def set_reshard_after_forward(self, value: bool, recurse: bool = True) -> None:
-        """As fully_shard's keyword, from now on."""
-        if not isinstance(value, bool):
-            raise ValueError(f"set_reshard_after_forward takes True or False, not {value!r}")
-        for unit in self._units(recurse):
-            unit.reshard_after_forward = value
-            unit.near = None
-
-    def set_reshard_after_backward(self, value: bool, *, recurse: bool = True) -> None:
-        """False keeps full parameters after backward, for the next micro-batch's forward."""
-        for unit in self._units(recurse):
-            unit.reshard_after_backward = value
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these units when this one's forward starts, instead of the one expected next."""
-        self._unit().forward_prefetch = _units_of(modules)
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these units when this one's backward starts, instead of the one expected next."""
-        self._unit().backward_prefetch = _units_of(modules)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """`to`, `cuda`, `to_empty` ...: applied to rows, which are then taken into new shards."""
-        self.reshard()
-        result = super()._apply(*args, **kwargs)
-        self._unit().adopt()
-        return result
-
-
-def _units_of(modules: Iterable[object]) -> list[weakref.ref[ScheduledUnit]]:
-    units = []
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(f"expected modules that fully_shard returned, got {type(module)}")
-        units.append(weakref.ref(module._unit()))
-    return units
-
-
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make `module.method_name` a forward too: parameters are whole while it runs.
 
@@ -331,3 +127,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return unit.after_forward(self, args, function(self, *args, **kwargs))
 
     setattr(module, method_name, as_forward)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Upstream's way to let several roots (pipeline stages) share streams; nothing to do here.
+
+    The engine has no streams of its own: messages run on the process group's, buffers come from the
+    compute stream's pool, for all roots alike. Raises ValueError for modules that are not sharded.
+    """
+    check_units(modules)

@@ -44,7 +44,7 @@ class FlatShard:
                 view.copy_(local)
 
     def views(self, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Each parameter's local rows, (rows of this rank, *shape[1:]), in the shard or its like."""
+        """Each parameter's local rows, (rows here, *shape[1:]), inside the shard or its like."""
         flat = self.flat if flat is None else flat
         views = []
         for param, layout, offset in zip(

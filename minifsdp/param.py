@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .layout import RowLayout
+from .misuse import mark
 from .placement import Home
 
 
@@ -47,16 +48,6 @@ def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.Tenso
     return tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def mark_sharded(param: nn.Parameter, name: str) -> None:
-    """Remember on a whole parameter that its rows now live in a sharded one called `name`."""
-    param._minifsdp_sharded_as = name
-
-
-def sharded_as(param: nn.Parameter) -> str | None:
-    """The name under which a whole parameter was sharded; None if it never was."""
-    return getattr(param, "_minifsdp_sharded_as", None)
-
-
 class ShardedParam:
     """A parameter of `shape`, of which this rank keeps the rows `layout.rows_of(rank)`."""
 
@@ -72,6 +63,7 @@ class ShardedParam:
         self.sharded: nn.Parameter | None = None
         self.unsharded: nn.Parameter | None = None
         self._padded: torch.Tensor | None = None  # the unsharded storage, padding included
+        self._version = 0  # of `unsharded`, when it was last as gathered
 
     @property
     def requires_grad(self) -> bool:
@@ -119,14 +111,30 @@ class ShardedParam:
     def make_unsharded(self, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
         """Create the full parameter, its storage still empty."""
         self._padded = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
-        return self.alias_unsharded(self._padded, 0)
+        full = self.alias_unsharded(self._padded, 0)
+        self._version = full._version
+        return full
 
     def alias_unsharded(self, flat: torch.Tensor, offset: int) -> nn.Parameter:
         """Create the full parameter as a view into `flat` that autograd sees as independent."""
         value = torch.empty(0, dtype=flat.dtype, device=flat.device)
         value.set_(flat.untyped_storage(), flat.storage_offset() + offset, self.shape, self.stride)
         self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+        mark(self.unsharded, f"parameter {self.name!r} in its unsharded form")
         return self.unsharded
+
+    def check_unedited(self) -> None:
+        """Raise RuntimeError if the full parameter was changed in place: the change would be lost.
+
+        `_version` counts in-place changes; refilling does not (see the note above).
+        """
+        if self._padded is not None and self.unsharded._version != self._version:
+            self._version = self.unsharded._version
+            raise RuntimeError(
+                f"parameter {self.name!r} was changed in place while it was whole; resharding "
+                "drops that, because the rows are what is kept. Call reshard() on its module first and "
+                "change the rows (param.to_local())"
+            )
 
     def allocate(self, layout: RowLayout) -> torch.Tensor:
         """Grow the full storage again; returns it as (world_size, slot) of `layout` to copy into.

@@ -55,6 +55,18 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
+_twins: dict[tuple[int, ...], tuple[object, Peers]] = {}
+
+
+def twin_of(peers: Peers) -> Peers:
+    """The same ranks in a second process group; collective among them at the first call."""
+    world, ranks = dist.group.WORLD, tuple(dist.get_process_group_ranks(peers.group))
+    if _twins.get(ranks, (None,))[0] is not world:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        _twins[ranks] = (world, Peers.of(group))
+    return _twins[ranks][1]
+
+
 _near_homes: dict[tuple[DeviceMesh, int], tuple[object, Home]] = {}
 
 

@@ -79,6 +79,8 @@ class GradientReducer:
         self.divide_factor: float | None = None
         self.force_sum = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.hook_stream: torch.Stream | None = None
+        self.peers = unit.home.shards
         self._watched: dict[int, torch.Tensor] = {}
         self._unsynced: dict[ShardedParam, torch.Tensor] = {}
         self._partial: torch.Tensor | None = None
@@ -156,7 +158,7 @@ class GradientReducer:
         piece = PieceLayout.of([p.layout for p in members])
         self._members = list(members)
         self._offsets = dict(zip(members, piece.offsets, strict=True))
-        peers, device = self.unit.home.shards, self.unit.home.device
+        peers, device = self.peers, self.unit.home.device
         if peers.size == 1:
             self._filling = LocalReduction(piece.numel, dtype, device)
         else:
@@ -254,8 +256,7 @@ class GradientReducer:
 
     def _hand_out(self, rows: torch.Tensor) -> None:
         """Give each parameter its slice of the reduced piece."""
-        if self.all_reduce_hook is not None:
-            self.all_reduce_hook(rows)
+        self._call_hook(rows)
         after = self._scaling(rows.dtype).divide_after
         if after != 1:
             rows.div_(after)
@@ -271,6 +272,18 @@ class GradientReducer:
             self._add_gradient(param, local)
         if events.listeners:
             events.emit("reduced", self.unit.name)
+
+    def _call_hook(self, rows: torch.Tensor) -> None:
+        if self.all_reduce_hook is None:
+            return
+        if self.hook_stream is None:
+            self.all_reduce_hook(rows)
+            return
+        current = torch.accelerator.current_stream()
+        self.hook_stream.wait_stream(current)
+        with self.hook_stream:
+            self.all_reduce_hook(rows)
+        current.wait_stream(self.hook_stream)
 
     def _hand_out_local(self) -> None:
         """One rank: the gradients are the rows; scale and cast them as a message would be."""

@@ -127,7 +127,7 @@ class Unit:
         meta = [p.name for p in self.params if p.sharded.is_meta]
         if meta:
             raise RuntimeError(
-                f"parameters of unit {self.name!r} are still on the meta device: {', '.join(meta)}. "
+                f"parameters of unit {self.name!r} are still on meta: {', '.join(meta)}. "
                 "Materialise them (model.to_empty(device=...)) and fill them before the forward"
             )
         dtypes = {p.sharded.dtype for p in self.params if p.requires_grad}
@@ -237,7 +237,10 @@ class Unit:
         for param, held in zip(self.params, registered, strict=True):
             param.register(held)
             param.free()
-        self.state = state
+        whole, self.state = self.state is State.UNSHARDED, state
+        if whole:
+            for param in self.params:
+                param.check_unedited()
         if events.listeners:
             events.emit("reshard", self.name)
 

@@ -1,0 +1,111 @@
+"""What `fully_shard` is given: which parameters become the unit's, and what it must refuse."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from .hooks import unit_of
+from .misuse import mark, role_of
+from .param import Owner, ShardedParam
+from .placement import Home, near_home
+from .unit import shard
+
+
+def check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"fully_shard takes modules, not {type(module).__name__}: {module!r}")
+    name = type(module).__name__
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(f"{name} has no forward to hook: shard the modules inside it instead")
+    if unit_of(module) is not None:
+        raise ValueError(f"{name} is already sharded: call fully_shard once for each module")
+
+
+def near_ranks(reshard_after_forward: bool | int | None, home: Home) -> Home | None:
+    """The smaller groups of ranks to reshard to, if that is what an int asks for."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
+    size, whole = reshard_after_forward, home.shards.size
+    if not isinstance(size, int) or size < 1 or whole % size:
+        raise ValueError(
+            f"reshard_after_forward={size!r} must be True, False, None, or a divisor of the "
+            f"{whole} ranks that the parameters are sharded over"
+        )
+    if size == 1:
+        raise ValueError("reshard_after_forward=1 keeps whole parameters: say False instead")
+    return None if size == whole else near_home(home, size)
+
+
+def _walk(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of `modules` and everything inside them that is no unit yet."""
+    seen: set[nn.Module] = set()
+
+    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or unit_of(module) is not None:
+            return
+        seen.add(module)
+        yield path, module
+        for name, child in module.named_children():
+            yield from visit(f"{path}.{name}" if path else name, child)
+
+    for module in modules:
+        yield from visit("", module)
+
+
+def own_params(
+    modules: list[nn.Module], ignored: set[nn.Parameter], home: Home
+) -> list[ShardedParam]:
+    """Describe the parameters that become the new unit's, each once, with all its owners."""
+    owners: dict[nn.Parameter, list[Owner]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for path, module in _walk(modules):
+        for attribute, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            owners.setdefault(param, []).append(Owner(weakref.ref(module), attribute))
+            names.setdefault(param, f"{path}.{attribute}" if path else attribute)
+    described = []
+    for param, its_owners in owners.items():
+        name = names[param]
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor already. If its parent was sharded first: shard "
+                "inner modules first, their parents after them"
+            )
+        if (role := role_of(param)) is not None:
+            raise ValueError(
+                f"parameter {name!r} is tied to {role}, which is another unit's: shard both "
+                "modules as one unit, fully_shard([module_a, module_b])"
+            )
+        described.append(shard(name, param, its_owners, home))
+        mark(param, f"parameter {name!r} as it was before sharding")
+    return described
+
+
+def check_placements(choose: Callable[..., Shard | None] | None, params) -> None:
+    if choose is None:
+        return
+    for param in params:
+        placement = choose(param.registered())
+        if placement is not None and placement != Shard(0):
+            raise NotImplementedError(
+                f"shard_placement_fn wants {placement} for parameter {param.name!r}; only "
+                "Shard(0), rows, is supported"
+            )
+
+
+def move_to_device(modules, params: list[ShardedParam], ignored, device: torch.device) -> None:
+    """Bring whole parameters and buffers to the unit's device, unless they are on meta."""
+    for param in params:
+        whole = param.registered()
+        if not whole.is_meta and whole.device != device:
+            whole.data = whole.data.to(device)
+    for _, module in _walk(modules):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)

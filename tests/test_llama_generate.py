@@ -1,0 +1,176 @@
+"""Generation: against independent figures, in batches, sampled, and on ranks that differ."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from golden_llama import CASES, golden_model, golden_tokens
+from torch.distributed.fsdp import fully_shard
+
+from llama import Llama, LlamaConfig
+from llama.cache import KVCache
+from llama.generate import generate
+
+CONFIG = LlamaConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden=48, vocab_size=64, max_seq_len=48
+)
+PROMPTS = [[1, 5, 9], [7], [1, 2, 3, 4, 5, 6, 7, 8], [60, 61]]
+
+
+def restless_model() -> Llama:
+    """Weights large enough that greedy text does not settle on one token."""
+    model = Llama(CONFIG)
+    model.init_weights(torch.Generator().manual_seed(3))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(12)
+    return model
+
+
+class FixedLogits(torch.nn.Module):
+    """Answers the same logits whatever came before."""
+
+    def __init__(self, logits: list[float]) -> None:
+        super().__init__()
+        self.config = LlamaConfig(
+            dim=2, n_layers=1, n_heads=1, n_kv_heads=1, ffn_hidden=2, vocab_size=len(logits)
+        )
+        self.logits = torch.nn.Parameter(torch.tensor(logits))
+
+    def forward(self, tokens, cache=None):
+        return self.logits.expand(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_the_golden_ones(case):
+    expected = CASES[case]["greedy_16_after_row0_first8"]
+    model = golden_model(case)
+    prompt = golden_tokens(model.config.vocab_size)[0, :8].tolist()
+    assert prompt + generate(model, prompt, 16) == expected
+
+
+def test_the_cache_changes_no_token():
+    model = restless_model()
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(20):
+            tokens.append(model(torch.tensor([tokens]))[0, -1].argmax().item())
+        assert len(set(tokens)) > 5
+        assert generate(model, prompt, 20) == tokens[len(prompt) :]
+
+
+def test_a_padded_batch_gives_what_its_prompts_give_one_by_one():
+    model = restless_model()
+    alone = [generate(model, prompt, 20) for prompt in PROMPTS]
+    assert generate(model, PROMPTS, 20) == alone
+    eos = alone[0][6]
+    stopped = [ids[: ids.index(eos)] if eos in ids else ids for ids in alone]
+    assert len({len(ids) for ids in stopped}) > 1
+    assert generate(model, PROMPTS, 20, eos_id=eos) == stopped
+    assert [generate(model, prompt, 20, eos_id=eos) for prompt in PROMPTS] == stopped
+
+
+def test_padded_logits_are_those_of_the_row_alone():
+    model = restless_model().double()
+    prompt = torch.tensor([PROMPTS[0]])
+    padded = torch.nn.functional.pad(prompt, (5, 0))
+    cache = KVCache(CONFIG.n_layers, 10, padding=torch.tensor([5]))
+    logits = model(padded, cache=cache)
+    # So close only if positions leave the padding out too: float32 tables differ by 1e-7.
+    torch.testing.assert_close(logits[:, 5:], model(prompt), rtol=0, atol=1e-12)
+
+
+def test_padding_attends_to_itself_so_that_no_row_of_the_mask_is_empty():
+    mask = KVCache(1, 4, padding=torch.tensor([2, 0])).mask(4, torch.device("cpu"))
+    assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    assert torch.equal(mask[1, 0], torch.ones(4, 4).tril().bool())
+
+
+def test_a_prompt_fed_in_pieces_gives_the_logits_of_the_whole():
+    model = restless_model().double()
+    tokens = torch.tensor([PROMPTS[2]])
+    cache = KVCache(CONFIG.n_layers, 8)
+    pieces = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 3), (3, 7), (7, 8))]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens))
+    with pytest.raises(ValueError, match="capacity of 8"):
+        model(tokens[:, :1], cache=cache)
+
+
+def test_sampling_repeats_with_its_seed_and_differs_with_another():
+    model = restless_model()
+
+    def sample(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return generate(model, PROMPTS, 20, temperature=1.0, generator=generator)
+
+    assert sample(0) == sample(0)
+    assert sample(0) != sample(1)
+
+
+def test_sampled_frequencies_follow_temperature_and_top_p():
+    # Probabilities 0.5, 0.3, 0.15, 0.05: the first two hold 0.7 of the mass and the third no more.
+    model = FixedLogits(torch.tensor([0.3, 0.05, 0.5, 0.15]).log().tolist())
+
+    def frequencies(**settings):
+        generator = torch.Generator().manual_seed(0)
+        ids = generate(model, [0], 3000, generator=generator, **settings)
+        return torch.bincount(torch.tensor(ids), minlength=4) / 3000
+
+    near = dict(atol=0.03, rtol=0)
+    torch.testing.assert_close(
+        frequencies(temperature=1.0), torch.tensor([0.3, 0.05, 0.5, 0.15]), **near
+    )
+    torch.testing.assert_close(
+        frequencies(temperature=1.0, top_p=0.7), torch.tensor([0.375, 0, 0.625, 0]), **near
+    )
+    squared = torch.tensor([0.3, 0.05, 0.5, 0.15]) ** 2
+    torch.testing.assert_close(frequencies(temperature=0.5), squared / squared.sum(), **near)
+    assert frequencies(temperature=5.0, top_p=0.01)[2] == 1
+
+
+def test_generation_leaves_no_graph_and_fills_the_sequence_to_its_last_token():
+    model = restless_model()
+    assert len(generate(model, PROMPTS[0], CONFIG.max_seq_len - 3)) == CONFIG.max_seq_len - 3
+    assert generate(model, PROMPTS[0], 0) == []
+    assert generate(model, [], 5) == []
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2, 3], 46), r"prompt 0 has 3 tokens; with max_new_tokens 46 .* max_seq_len 48"),
+        (([[1], []], 4), "prompt 1 is empty"),
+        (([1, 64], 4), "outside the model's vocabulary of 64"),
+        (([1, -1], 4), "outside the model's vocabulary"),
+        (([1], -1), "max_new_tokens must not be negative"),
+        (([1], 4, -0.5), "temperature must be 0 or more"),
+        (([1], 4, 1.0, 0.0), "top_p must be above 0"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate(restless_model(), *arguments)
+
+
+def sharded_worker(rank: int, folder: str) -> None:
+    """Rank 0 brings three prompts of unequal lengths, rank 1 none, then each what the other had."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    plain, model = restless_model(), restless_model()
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    for own, new in ((PROMPTS[:3], 6), ([], 6), (PROMPTS, 9))[rank : rank + 2]:
+        expected = [generate(plain, prompt, new, eos_id=26) for prompt in own]
+        assert generate(model, own, new, eos_id=26) == expected
+    with pytest.raises(ValueError, match="another rank" if rank else "outside the model's"):
+        generate(model, [1] if rank else [99], 4)
+    Path(folder, f"passed{rank}").touch()
+    dist.destroy_process_group()
+
+
+def test_sharded_ranks_with_unequal_prompts_finish_together(tmp_path):
+    mp.spawn(sharded_worker, args=(str(tmp_path),), nprocs=2)
+    assert (tmp_path / "passed0").exists() and (tmp_path / "passed1").exists()
