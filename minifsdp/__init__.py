@@ -9,6 +9,7 @@ from .api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .clip import clip_grad_norm_
 from .module import FSDPModule, UnshardHandle
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .state import full_state_dict, load_full_state_dict
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -17,7 +18,9 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "clip_grad_norm_",
+    "full_state_dict",
     "fully_shard",
+    "load_full_state_dict",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

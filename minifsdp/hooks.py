@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import events
+from . import debug, events
 from .nest import cast_floating, grad_tensors, map_tensors, replace_grad_tensors
-from .reduction import GradientReducer
+from .reduction import GradientReducer, refuse_higher_order
 from .runtime import Phase, Runtime, alive, backward_is_running
 from .unit import Unit
 
@@ -174,6 +174,8 @@ class ScheduledUnit(Unit):
     @torch._dynamo.disable
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         """Make the parameters whole, and start the unit whose backward comes next."""
+        if torch.is_grad_enabled():  # as autograd sets it for create_graph=True
+            refuse_higher_order(self.name)
         self.runtime.begin_backward()
         if self.phase is Phase.BACKWARD:
             return grad  # another output of the same use
@@ -234,4 +236,6 @@ def initialize(module: nn.Module, root: ScheduledUnit) -> None:
         for param in unit.params:
             param.name = names.get(id(param.sharded), param.name)
         unit.check_ready()
+        if debug.active and unit.home.replicas is not None:
+            debug.active.same_on_replicas(unit.name, unit.rows(), unit.home.replicas)
         unit.index, unit.runtime = index, runtime

@@ -123,6 +123,10 @@ class ShardedParam:
         mark(self.unsharded, f"parameter {self.name!r} in its unsharded form")
         return self.unsharded
 
+    def full_tensors(self) -> list[torch.Tensor]:
+        """What the engine itself holds on the full storage."""
+        return [] if self._padded is None else [self._padded, self.unsharded]
+
     def check_unedited(self) -> None:
         """Raise RuntimeError if the full parameter was changed in place: the change would be lost.
 
@@ -132,7 +136,7 @@ class ShardedParam:
             self._version = self.unsharded._version
             raise RuntimeError(
                 f"parameter {self.name!r} was changed in place while it was whole; resharding "
-                "drops that, because the rows are what is kept. Call reshard() on its module first and "
+                "drops that, because rows are what is kept: call reshard() on its module first and "
                 "change the rows (param.to_local())"
             )
 

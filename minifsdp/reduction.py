@@ -17,10 +17,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NoReturn
 
 import torch
 
-from . import collectives, events
+from . import collectives, debug, events
 from .layout import PieceLayout
 from .param import ShardedParam, post_accumulate_hooks
 from .scaling import Scaling, scaling
@@ -47,6 +48,14 @@ def take_rows(message: torch.Tensor, offset: int, param: ShardedParam) -> torch.
     """The full gradient that `place_rows` wrote."""
     columns = message[:, offset : offset + param.layout.slot_numel]
     return columns.reshape(-1)[: param.layout.numel].view(param.shape)
+
+
+def refuse_higher_order(unit: str) -> NoReturn:
+    """Raise RuntimeError: a sharded gradient has no graph, and full parameters are gone by then."""
+    raise RuntimeError(
+        f"backward with create_graph=True reached unit {unit!r}: gradients of gradients are not "
+        "supported through a sharded unit. Compute them on a model that is not sharded"
+    )
 
 
 class LocalReduction:
@@ -88,8 +97,8 @@ class GradientReducer:
 
     def _forget(self) -> None:
         """No gradient of this backward has arrived, and nothing is under way."""
-        self._members: list[ShardedParam] = []
-        self._offsets: dict[ShardedParam, int] = {}
+        self._offsets: dict[ShardedParam, int] = {}  # of parameters in the message being filled
+        self._under_way: dict[ShardedParam, int] = {}  # in the one being reduced
         self._filling: collectives.Reduction | None = None
         self._filled: set[ShardedParam] = set()
         self._late: dict[ShardedParam, torch.Tensor] = {}
@@ -111,11 +120,7 @@ class GradientReducer:
         """Move `full.grad` into the message, or onto what un-synced micro-batches have left."""
         grad, full.grad = full.grad, None
         if grad.requires_grad:
-            raise RuntimeError(
-                f"backward(create_graph=True) reached parameter {param.name!r} of unit "
-                f"{self.unit.name!r}: a sharded gradient would silently lose its graph. Compute "
-                "higher-order gradients on a model that is not sharded"
-            )
+            refuse_higher_order(self.unit.name)
         if not self.syncs:
             self._accumulate(param, grad)
             return
@@ -156,7 +161,6 @@ class GradientReducer:
 
     def _begin(self, members: Sequence[ShardedParam], dtype: torch.dtype) -> None:
         piece = PieceLayout.of([p.layout for p in members])
-        self._members = list(members)
         self._offsets = dict(zip(members, piece.offsets, strict=True))
         peers, device = self.peers, self.unit.home.device
         if peers.size == 1:
@@ -185,7 +189,11 @@ class GradientReducer:
         if scale.multiply_before != 1:
             message.mul_(scale.multiply_before)
         self._scatter, self._filling = self._filling, None
+        self._under_way, self._offsets = self._offsets, {}
         self._filled.clear()
+        if debug.active:
+            nbytes = self._scatter.nbytes
+            debug.active.before_message("reduce-scatter", self.unit.name, nbytes, self.peers)
         self._scatter.start(scale.average_shards)
         if events.listeners:
             events.emit("reduce_scatter", self.unit.name, self._scatter.nbytes)
@@ -198,7 +206,7 @@ class GradientReducer:
         policy = self.unit.mp_policy
         for param, grad in late.items():
             self._place(param, grad, policy.reduce_dtype or grad.dtype)
-        missing = [p for p in (self._members or trained) if p not in self._filled]
+        missing = [p for p in (self._offsets or trained) if p not in self._filled]
         if missing and self.fills_unused:
             dtype = policy.reduce_dtype or missing[0].unsharded.dtype
             for param in missing:
@@ -210,7 +218,7 @@ class GradientReducer:
     def _compact(self) -> None:
         """Rebuild the message without the slots of parameters that got no gradient."""
         wide, offsets = self._filling, self._offsets
-        present = [p for p in self._members if p in self._filled]
+        present = [p for p in offsets if p in self._filled]
         self._begin(present, wide.message.dtype)
         for param in present:
             slot, source, target = param.layout.slot_numel, offsets[param], self._offsets[param]
@@ -260,16 +268,14 @@ class GradientReducer:
         after = self._scaling(rows.dtype).divide_after
         if after != 1:
             rows.div_(after)
-        rows = rows.to(self._members[0].sharded.dtype)
+        rows = rows.to(next(iter(self._under_way)).sharded.dtype)
         if self.unit.offloaded:
             rows = rows.cpu()
         rank = self.unit.home.shards.rank
-        for param in self._members:
-            offset, count = self._offsets[param], param.layout.numel_of(rank)
-            local = rows[offset : offset + count].view(-1, *param.shape[1:]) if count else None
-            if local is None:
-                local = rows.new_empty(0, *param.shape[1:])
-            self._add_gradient(param, local)
+        for param, offset in self._under_way.items():
+            count = param.layout.numel_of(rank)
+            shape = (len(param.layout.rows_of(rank)), *param.shape[1:])
+            self._add_gradient(param, rows[offset : offset + count].view(shape))
         if events.listeners:
             events.emit("reduced", self.unit.name)
 

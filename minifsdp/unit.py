@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import collectives, events
+from . import collectives, debug, events
 from .flat import FlatShard
 from .layout import RowLayout
 from .param import Owner, ShardedParam
@@ -122,6 +122,10 @@ class Unit:
         """Whether the modules still hold the sharded parameters that the flat shards back."""
         return all(p.registered() is p.sharded for p in self.params)
 
+    def rows(self) -> list[torch.Tensor]:
+        """This rank's rows of all parameters, a flat tensor for each dtype."""
+        return [part.flat for part in self._parts]
+
     def check_ready(self) -> None:
         """Raise before the first forward what would go wrong in it, naming the parameters."""
         meta = [p.name for p in self.params if p.sharded.is_meta]
@@ -150,6 +154,9 @@ class Unit:
         peers = self.near.shards if near else self.home.shards
         parts = self._near_parts if near else self._parts
         moving = [part for part in parts if not self._is_whole(part)]
+        if debug.active:
+            nbytes = sum(part.piece.numel * part.message_dtype.itemsize for part in moving)
+            debug.active.before_message("all-gather", self.name, nbytes * peers.size, peers)
         if peers.size == 1:
             self._gather = LocalGather(moving)
         else:
@@ -223,6 +230,7 @@ class Unit:
                 mine = layout.rows_of(peers.rank)
                 rows.append(param.unsharded.detach()[mine.start : mine.stop])
             near.fill(rows, self.home.device, pinned=False)
+            del rows
             self._near_parts.append(near)
         registered = [
             nn.Parameter(param.as_dtensor(local, self.near), requires_grad=param.requires_grad)
@@ -234,6 +242,9 @@ class Unit:
         self._free(State.NEAR, [by_param[param] for param in self.params])
 
     def _free(self, state: State, registered: Sequence[nn.Parameter]) -> None:
+        if debug.active and self.state is State.UNSHARDED:
+            full = [(param.name, t) for param in self.params for t in param.full_tensors()]
+            debug.active.before_free(self.name, full)
         for param, held in zip(self.params, registered, strict=True):
             param.register(held)
             param.free()

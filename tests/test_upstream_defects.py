@@ -1,0 +1,432 @@
+"""What upstream gets wrong, and the engine must not: each test names the report it answers.
+
+Where upstream fails, the same code is seen failing on upstream's engine, so that a later fix there
+is noticed here.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as upstream
+from parity import Case, train
+from torch import nn
+
+import minifsdp
+from minifsdp import MixedPrecisionPolicy, events, fully_shard
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Net(nn.Module):
+    """Two linear blocks and a head."""
+
+    def __init__(self, dim: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(dim, dim), nn.Linear(dim, dim)])
+        self.head = nn.Linear(dim, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def build(engine: ModuleType = minifsdp, **settings) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net()
+    for block in model.blocks:
+        engine.fully_shard(block, **settings)
+    return engine.fully_shard(model, **settings)
+
+
+def data(step: int = 0) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def whole_gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def reference_gradients(steps: int = 1) -> list[torch.Tensor]:
+    """The mean over ranks of a plain model's gradients, summed over `steps` micro-batches."""
+    torch.manual_seed(0)
+    model = Net()
+    for step in range(steps):
+        model(data(step)).square().mean().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    return [p.grad for p in model.parameters()]
+
+
+def fails_upstream(run) -> None:
+    """`run` raises on upstream's engine, on every rank."""
+    with pytest.raises((RuntimeError, AssertionError, AttributeError)):
+        run(upstream)
+
+
+# --- all parameters frozen at the first forward, then unfrozen, in mixed precision
+
+
+def _frozen_then_trained(engine: ModuleType) -> list[torch.Tensor]:
+    model = build(engine, mp_policy=engine.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(data())
+    model.reshard()
+    model.requires_grad_(True)
+    model(data()).float().square().mean().backward()
+    return whole_gradients(model)
+
+
+def _all_frozen_then_unfrozen() -> None:
+    ours = _frozen_then_trained(minifsdp)
+    plain = build(mp_policy=BF16)
+    plain(data()).float().square().mean().backward()
+    assert all(torch.equal(a, b) for a, b in zip(ours, whole_gradients(plain), strict=True))
+    fails_upstream(_frozen_then_trained)
+
+
+def test_all_frozen_then_unfrozen_in_mixed_precision(run_ranks):
+    run_ranks(2, _all_frozen_then_unfrozen)
+
+
+# --- pytorch#196996: a fresh bf16 gradient beside an accumulated fp32 one
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.use_b = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(x) if self.use_b else self.a(x)
+
+
+def _fresh_beside_accumulated(engine: ModuleType) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    policy = engine.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = engine.fully_shard(Either(), mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    model(data()).float().square().mean().backward()
+    model.set_requires_gradient_sync(True)
+    model.use_b = True
+    model(data(1)).float().square().mean().backward()
+    return whole_gradients(model)
+
+
+def _issue_196996() -> None:
+    grads = _fresh_beside_accumulated(minifsdp)
+    torch.manual_seed(0)
+    model = Either()
+    model(data()).square().mean().backward()
+    model.use_b = True
+    model(data(1)).square().mean().backward()
+    for ours, p in zip(grads, model.parameters(), strict=True):
+        dist.all_reduce(p.grad)
+        torch.testing.assert_close(ours, p.grad / dist.get_world_size(), rtol=0.05, atol=0.02)
+    fails_upstream(_fresh_beside_accumulated)
+
+
+def test_pytorch_196996_fresh_gradient_beside_an_accumulated_one(run_ranks):
+    run_ranks(2, _issue_196996)
+
+
+# --- gradients of gradients are refused, not silently cut
+
+
+def _create_graph() -> None:
+    model = build()
+    with pytest.raises(RuntimeError, match="create_graph=True reached unit 'root'"):
+        model(data()).square().mean().backward(create_graph=True)
+    model.reset_iter_state()
+    x = data().requires_grad_()
+    with pytest.raises(RuntimeError, match="gradients of gradients are not supported"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    model.reset_iter_state()
+    model(data()).square().mean().backward()
+    for ours, reference in zip(whole_gradients(model), reference_gradients(), strict=True):
+        torch.testing.assert_close(ours, reference)
+
+
+def test_create_graph_is_refused_by_name_and_training_goes_on(run_ranks):
+    run_ranks(2, _create_graph)
+
+
+# --- pytorch#105371, pytorch#149029: state after steps without gradients
+
+
+def _state_after_no_grad() -> None:
+    model = build()
+    before = {k: v.to_local().clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        model(data())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for name, rows in model.state_dict().items():
+        assert torch.equal(rows.to_local(), before[name])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().fill_(0.5)
+    with torch.no_grad():
+        first = model(data())
+    model(data()).sum().backward()
+    optimizer.step()
+    assert torch.equal(first, model(data()) * 0 + first)
+    assert all(not torch.equal(v.to_local(), before[k]) for k, v in model.state_dict().items())
+
+
+def test_pytorch_105371_149029_rows_are_the_state_after_no_grad_steps(run_ranks):
+    run_ranks(1, _state_after_no_grad)
+    run_ranks(2, _state_after_no_grad)
+
+
+def _root_edit() -> None:
+    model = build()
+    with torch.no_grad():
+        model(data())
+        model.head.weight.to_local().zero_()  # rows again: the root resharded without gradients
+        model.head.bias.to_local().zero_()
+        assert not model(data()).any()
+
+
+def test_editing_the_roots_parameters_after_a_forward_is_kept(run_ranks):
+    run_ranks(2, _root_edit)
+
+
+# --- accelerate#3154, accelerate#4171: tied weights
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+
+def _tied() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    assert model.head.weight is model.embed.weight
+    with torch.no_grad():
+        model.embed.weight.to_local().fill_(0.1)
+    assert len(list(model.parameters())) == 1
+    model(torch.arange(5)[None]).sum().backward()
+    assert model.embed.weight.grad.full_tensor().shape == (7, 6)
+
+
+def test_accelerate_3154_4171_to_empty_keeps_weights_tied_and_they_train(run_ranks):
+    run_ranks(2, _tied)
+
+
+# --- world size 1 copies nothing
+
+
+def _no_copy() -> None:
+    model = build()
+    rows = [p.to_local().data_ptr() for p in model.parameters()]
+    model.unshard()
+    for block in model.blocks:
+        block.unshard()
+    assert [p.data_ptr() for p in model.parameters()] == rows
+
+
+def test_world_size_1_computes_with_the_rows_themselves(run_ranks):
+    run_ranks(1, _no_copy)
+
+
+# --- found while testing parity
+
+
+def _unused_unit(engine: ModuleType) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    model.spare = engine.fully_shard(
+        nn.Linear(6, 6), mp_policy=engine.MixedPrecisionPolicy(None, torch.bfloat16)
+    )
+    engine.fully_shard(model)
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        model(data()).square().mean().backward()
+    return [p.grad.full_tensor() for n, p in model.named_parameters() if "spare" not in n]
+
+
+def _unused_unit_unsynced() -> None:
+    for ours, reference in zip(_unused_unit(minifsdp), reference_gradients(), strict=True):
+        torch.testing.assert_close(ours, 2 * reference)
+    fails_upstream(_unused_unit)
+
+
+def test_a_unit_that_never_runs_does_no_harm_to_unsynced_accumulation(run_ranks):
+    run_ranks(2, _unused_unit_unsynced)
+
+
+def _used_twice_and_recomputed() -> None:
+    name = "step 0 gradient layers.1.block.attention.wq.weight"
+    case = Case(checkpointing="outside", parameters="module used twice")
+    right = dict(train(minifsdp, case, steps=1))[name]
+    case = Case(checkpointing="outside reentrant", parameters="module used twice")
+    torch.testing.assert_close(dict(train(minifsdp, case, steps=1))[name], right)
+    wrong = dict(train(upstream, case, steps=1))[name]
+    assert (wrong - right).norm() > 0.1 * right.norm()  # upstream loses one use's gradient
+
+
+def test_a_module_used_twice_under_reentrant_checkpointing_gets_both_gradients(run_ranks):
+    run_ranks(2, _used_twice_and_recomputed)
+
+
+def _divide_factor() -> None:
+    model = build()
+    for unit in [model, *model.blocks]:
+        unit.set_gradient_divide_factor(5.0)
+    model(data()).square().mean().backward()
+    scale = dist.get_world_size() / 5.0
+    for ours, reference in zip(whole_gradients(model), reference_gradients(), strict=True):
+        torch.testing.assert_close(ours, reference * scale)
+
+
+def _divide_factor_upstream() -> None:
+    model = build(upstream)
+    for unit in [model, *model.blocks]:
+        unit.set_gradient_divide_factor(5.0)
+    with pytest.raises(RuntimeError):
+        model(data()).square().mean().backward()
+
+
+def test_a_gradient_divide_factor_works_on_gloo(run_ranks):
+    for world_size in (1, 2, 3):
+        run_ranks(world_size, _divide_factor)
+    run_ranks(2, _divide_factor_upstream)
+
+
+# --- more public reports
+
+
+def _twice_before_backward() -> None:
+    model = build()
+    first, second = model(data()), model(data(1))
+    second.square().mean().backward()
+    first.square().mean().backward()
+    for ours, reference in zip(whole_gradients(model), reference_gradients(2), strict=True):
+        torch.testing.assert_close(ours, reference)
+
+
+def test_pytorch_136861_forward_forward_backward_backward(run_ranks):
+    run_ranks(2, _twice_before_backward)
+
+
+def _reshard_twice() -> None:
+    model = build()
+    for module in [model, *model.blocks]:
+        module.reshard()
+        module.unshard()
+        module.reshard()
+        module.reshard()
+    model(data()).square().mean().backward()
+    for ours, reference in zip(whole_gradients(model), reference_gradients(), strict=True):
+        torch.testing.assert_close(ours, reference)
+
+
+def test_pytorch_117510_resharding_twice_is_harmless(run_ranks):
+    run_ranks(2, _reshard_twice)
+
+
+def _two_runs() -> None:
+    once, again = (train(minifsdp, Case(precision="bf16/fp32", clip="clip")) for _ in range(2))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(once, again, strict=True))
+
+
+def test_torchtitan_593_two_runs_are_the_same(run_ranks):
+    run_ranks(3, _two_runs)
+
+
+def _bf16_reduction() -> None:
+    """bf16 reduction loses what fp32 reduction keeps: the policy decides, nothing else does."""
+    grads = {}
+    for reduce_dtype in (torch.bfloat16, torch.float32):
+        model = build(mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
+        model(data()).float().square().mean().backward()
+        grads[reduce_dtype] = whole_gradients(model)
+    for low, high in zip(grads[torch.bfloat16], grads[torch.float32], strict=True):
+        assert torch.equal(low, low.bfloat16().float())
+        assert low.dtype == high.dtype == torch.float32
+    assert any(not torch.equal(h, h.bfloat16().float()) for h in grads[torch.float32])
+
+
+def test_pytorch_106395_reduction_has_the_precision_asked_for(run_ranks):
+    run_ranks(3, _bf16_reduction)
+
+
+def _master_weights() -> None:
+    model = build(mp_policy=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model(data()).float().square().mean().backward()
+    optimizer.step()
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
+    tensors += [t for state in optimizer.state.values() for t in state.values()]
+    assert {t.dtype for t in tensors} == {torch.float32}
+
+
+def test_accelerate_3979_master_weights_stay_fp32(run_ranks):
+    run_ranks(2, _master_weights)
+
+
+def _frozen_and_trained_bytes() -> None:
+    sizes = []
+    for frozen in (True, False):
+        torch.manual_seed(0)
+        model = Net(dim=64)
+        for block in model.blocks:
+            block.requires_grad_(not frozen)
+        fully_shard(model)
+        messages = []
+        with events.listening(
+            lambda e, m=messages: m.append(e) if e.kind == "reduce_scatter" else 0
+        ):
+            model(torch.randn(2, 64)).sum().backward()
+        sizes.append(sum(e.nbytes for e in messages))
+    head = (-(-3 // dist.get_world_size()) * 65) * dist.get_world_size() * 4
+    assert sizes[0] == head < sizes[1]
+
+
+def test_litgpt_1417_frozen_parameters_cost_no_gradient_memory(run_ranks):
+    run_ranks(2, _frozen_and_trained_bytes)
+
+
+def _ignored() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    fully_shard(model, ignored_params=set(model.head.parameters()))
+    model(data()).square().mean().backward()
+    grads: list = [None] * dist.get_world_size()
+    dist.all_gather_object(grads, model.head.weight.grad.sum().item())
+    assert len(set(grads)) == dist.get_world_size()
+    assert type(model.head.weight) is nn.Parameter
+
+
+def test_pytorch_98281_ignored_parameters_are_never_synchronised(run_ranks):
+    run_ranks(2, _ignored)
+
+
+def test_deepcopy_is_refused_rather_than_sharing_shards(run_ranks):
+    run_ranks(1, _deepcopy)
+
+
+def _deepcopy() -> None:
+    model = build()
+    with pytest.raises(RuntimeError, match="deep-copied"):
+        copy.deepcopy(model)
+    del model
+    gc.collect()
