@@ -23,6 +23,7 @@ import torch.distributed as dist
 from .collectives import Peers
 
 _TEXT_BYTES = 192
+_TAG = 7321  # apart from the engine's own messages on the same group
 active: checks | None = None
 """The checks now on; the engine looks here before each message and each reshard."""
 
@@ -55,13 +56,9 @@ class checks:
         """Raise RuntimeError on every rank unless all are about to send the same message."""
         if not self._order or peers.size == 1:
             return
-        ranks = tuple(dist.get_process_group_ranks(peers.group))
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(
-                list(ranks), backend="gloo", use_local_synchronization=True
-            )
+        ranks = dist.get_process_group_ranks(peers.group)
         about = f"{kind} of unit {unit!r}, {nbytes} bytes"
-        others = self._exchange(about, peers, self._groups[ranks])
+        others = self._exchange(about, peers, self._host_group(peers))
         if any(other != about for other in others.values()):
             listed = "; ".join(f"rank {ranks[r]}: {others[r]}" for r in sorted(others))
             raise RuntimeError(
@@ -69,14 +66,26 @@ class checks:
                 "rank must run the same units in the same order: look for a branch on data or rank"
             )
 
+    def _host_group(self, peers: Peers) -> dist.ProcessGroup:
+        """A process group that moves host tensors: the peers' own if it can, else a gloo twin."""
+        if "gloo" in dist.get_backend_config(peers.group):
+            return peers.group
+        ranks = dist.get_process_group_ranks(peers.group)
+        key = tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=True
+            )
+        return self._groups[key]
+
     def _exchange(self, about: str, peers: Peers, group: dist.ProcessGroup) -> dict[int, str]:
         """What each other rank is about to send. Raises RuntimeError naming one that is late."""
         mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         encoded = about.encode()[:_TEXT_BYTES]
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         theirs = {r: torch.zeros_like(mine) for r in range(peers.size) if r != peers.rank}
-        works = {r: dist.irecv(t, group=group, group_src=r) for r, t in theirs.items()}
-        sends = [dist.isend(mine, group=group, group_dst=r) for r in theirs]
+        works = {r: dist.irecv(t, group=group, group_src=r, tag=_TAG) for r, t in theirs.items()}
+        sends = [dist.isend(mine, group=group, group_dst=r, tag=_TAG) for r in theirs]
         for r, work in works.items():
             try:
                 work.wait(self._timeout)

@@ -77,10 +77,12 @@ class ScheduledUnit(Unit):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the parameters whole and watch for the end of this use's backward."""
-        if self.phase is Phase.BACKWARD:  # recomputation of checkpointed activations
-            self.unshard()
-            self._wait()
-            return self._cast_inputs(args, kwargs)
+        if self.phase is Phase.BACKWARD:
+            if backward_is_running():  # recomputation of checkpointed activations
+                self.unshard()
+                self._wait()
+                return self._cast_inputs(args, kwargs)
+            self.runtime.reset()  # the last backward raised
         if self._grouped and not self._still_to_run:
             self._still_to_run = {id(m()) for m in self._modules}
         entering = self.phase is not Phase.FORWARD

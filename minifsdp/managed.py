@@ -44,17 +44,15 @@ def near_ranks(reshard_after_forward: bool | int | None, home: Home) -> Home | N
 def _walk(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of `modules` and everything inside them that is no unit yet."""
     seen: set[nn.Module] = set()
-
-    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    waiting = [("", module) for module in reversed(modules)]
+    while waiting:
+        path, module = waiting.pop()
         if module in seen or unit_of(module) is not None:
-            return
+            continue
         seen.add(module)
         yield path, module
-        for name, child in module.named_children():
-            yield from visit(f"{path}.{name}" if path else name, child)
-
-    for module in modules:
-        yield from visit("", module)
+        children = [(f"{path}.{name}" if path else name, m) for name, m in module.named_children()]
+        waiting += reversed(children)
 
 
 def own_params(

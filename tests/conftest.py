@@ -14,11 +14,15 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     """`run_ranks(world_size, function, *args)`: run a module's function on every rank of a pool."""
     pools: dict[int, Pool] = {}
 
-    def run(world_size: int, function: Callable[..., Any], *args: Any, **keywords: Any):
+    def run(world_size: int, function: Callable[..., Any], *args: Any, spoils: bool = False):
         pool = pools.get(world_size)
         if pool is None or not pool.alive:
             pool = pools[world_size] = Pool(world_size)
-        return pool.run(function, *args, **keywords)
+        try:
+            return pool.run(function, *args)
+        finally:
+            if spoils:  # the function leaves the group unusable
+                pool.stop()
 
     yield run
     for pool in pools.values():

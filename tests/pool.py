@@ -102,5 +102,6 @@ class Pool:
     def stop(self) -> None:
         for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.join()
         self._folder.cleanup()
