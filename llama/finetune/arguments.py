@@ -1,0 +1,226 @@
+"""The flags of `train.py`, and what can be said against them before a file is read."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+ENGINES = ("minifsdp", "fsdp2", "fsdp1", "ddp", "none")
+CANNOT = {  # a flag, and the engines that cannot honour it
+    "bf16": ("ddp", "none"),
+    "cpu_offload": ("fsdp1", "ddp", "none"),
+    "reshard_after_forward": ("ddp", "none"),
+    "no_sync": ("none",),
+}
+SHAPE = {  # a flag, and the field of LlamaConfig that it sets
+    "dim": "dim",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "kv_heads": "n_kv_heads",
+    "ffn": "ffn_hidden",
+    "vocab": "vocab_size",
+    "max_seq_len": "max_seq_len",
+    "tie_embeddings": "tie_embeddings",
+}
+# What a run keeps when it is resumed: the model, and the order of the data.
+FIXED = (*SHAPE, "model", "preset", "seed", "data", "tokenizer", "seq_len", "batch_size")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError, so that rank 0 alone reports what every rank finds."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ValueError(f"{message} (--help lists the flags)")
+
+
+def _whole(text: str) -> int:
+    """A whole number above 0."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
+    return int(text)
+
+
+def _amount(text: str) -> float:
+    """A finite number, 0 or more."""
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number, 0 or more, not {text}")
+    return float(text)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags in groups; one that is None unless given has its default where it is used."""
+    about = "Train a Llama 2; without flags, a tiny one on made-up tasks."
+    parser = _Parser(description=about, allow_abbrev=False)
+    switch = {"action": "store_true"}
+
+    add = parser.add_argument_group("run").add_argument
+    add("--name", help="name of the run; default: the first data file's, or tasks")
+    add("--out", metavar="DIR", help="run folder; default: runs/NAME")
+    add("--resume", **switch, help="continue the run in --out from its last checkpoint")
+    add("--overwrite", **switch, help="replace the run in --out")
+    add("--engine", choices=ENGINES, default="minifsdp", help="how the ranks share the work")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    add("--seed", type=int, default=0, help="of the weights, the tasks and the order of the data")
+    add("--save-every", type=_whole, metavar="STEPS", help="default: one checkpoint, at the end")
+    add("--eval-every", type=_whole, metavar="STEPS", help="default: before and after training")
+    add("--stop-at", type=_whole, metavar="STEP", help="stop there, to be resumed later")
+    add("--sample", nargs="+", metavar="PROMPT", help="put to the trained model; default: a few")
+    add("--max-new-tokens", type=_whole, default=64, help="longest answer to a sample, in tokens")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--export-dtype", choices=dtypes, default="float32", help="of the weights in OUT/export")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", metavar="DIR", help="start from this model in Hugging Face layout")
+    add("--preset", choices=("tiny", "7b", "13b", "34b", "70b"), help="default: tiny")
+    add("--dim", type=_whole, help="width")
+    add("--layers", type=_whole, help="number of blocks")
+    add("--heads", type=_whole, help="query heads")
+    add("--kv-heads", type=_whole, help="key and value heads")
+    add("--ffn", type=_whole, help="width inside the feed-forward")
+    add("--vocab", type=_whole, help="default: the preset's if one is given, or the tokenizer's")
+    add("--max-seq-len", type=_whole, help="longest sequence the model takes, in tokens")
+    add("--tie-embeddings", **switch, default=None, help="one matrix for embedding and head")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--data", nargs="+", metavar="JSONL", help="train on these; default: the made-up tasks")
+    add("--eval-data", nargs="+", metavar="JSONL", help="evaluate on these")
+    add("--tokenizer", metavar="FILE", help="SentencePiece model; default: the one in --model")
+    add("--seq-len", type=_whole, help="longest example, in tokens; default: 2048 or the model's")
+
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--steps", type=_whole, help="default: 1500 for the tasks, with --data as by --epochs")
+    add("--epochs", type=_whole, help="passes over --data; default: 3")
+    add("--batch-size", type=_whole, help="sequences a step, over all ranks; default: 64, data 16")
+    add("--micro-batch", type=_whole, help="sequences a rank takes at once; default: its share")
+    add("--lr", type=_amount, help="highest learning rate; default: 2e-3, with --model 5e-5")
+    add("--min-lr", type=_amount, default=0.0, help="learning rate at the end of the cosine")
+    add("--warmup", type=_amount, default=0.03, help="share of the steps that warm up, below 1")
+    add("--weight-decay", type=_amount, default=0.01, help="of the matrices; norms have none")
+    add("--clip", type=_amount, default=1.0, help="largest gradient norm; 0: no clipping")
+
+    add = parser.add_argument_group("memory and speed").add_argument
+    add("--bf16", **switch, help="compute in bfloat16 over float32 weights and reductions")
+    add("--activation-checkpointing", **switch, help="recompute each block in backward")
+    both = argparse.BooleanOptionalAction
+    add("--reshard-after-forward", action=both, help="default: all but the root's parameters")
+    add("--cpu-offload", **switch, help="keep weights, gradients and optimizer on the CPU")
+    add("--no-sync", **switch, help="reduce gradients once a step, not for each micro-batch")
+    return parser
+
+
+def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
+    """The flags of a run, checked; with --resume, the run's own stand unless given anew.
+
+    Raises ValueError for flags that contradict one another, the engine or the number of ranks, and
+    for a run folder that is not to be touched.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.resume and args.overwrite:
+        raise ValueError("--resume continues a run and --overwrite deletes it: give one of them")
+    if args.resume:
+        args = _recorded(parser, argv, args)
+    args.out = str(_run_folder(args))
+    if args.lr is None:
+        args.lr = 5e-5 if args.model else 2e-3
+    if args.batch_size is None:
+        args.batch_size = 16 if args.data else 64
+    _check_engine(args, world_size)
+    _check_batch(args, world_size)
+    if args.steps and args.epochs:
+        raise ValueError("--steps and --epochs both say how long to train: give one of them")
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min-lr {args.min_lr} exceeds --lr {args.lr}: lower it")
+    if args.warmup >= 1:
+        raise ValueError(f"--warmup {args.warmup} is a share of the steps: it must be below 1")
+    if args.model and (given := [flag for flag in ("preset", *SHAPE) if getattr(args, flag)]):
+        raise ValueError(f"--model fixes the model's shape: drop {_named(given[0])}")
+    if args.data and not (args.tokenizer or args.model):
+        raise ValueError("--data needs --tokenizer, the SentencePiece model of your text")
+    if not args.data and (args.eval_data or args.epochs):
+        given = "--eval-data" if args.eval_data else "--epochs"
+        raise ValueError(f"{given} goes with --data: the made-up tasks evaluate themselves")
+    _check_run_folder(Path(args.out), args)
+    return args
+
+
+def _check_run_folder(out: Path, args: argparse.Namespace) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"run folder {out} is a file: choose another --out")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not (args.resume or args.overwrite):
+        raise ValueError(
+            f"run folder {out} exists: continue that run with --resume, replace it with "
+            "--overwrite, or choose another --out or --name"
+        )
+    if not (out / "config.json").exists():
+        raise ValueError(f"{out} holds something else than a run: choose another --out")
+    inputs = [args.model, args.tokenizer, *(args.data or []), *(args.eval_data or [])]
+    inside = [path for path in inputs if path and out.resolve() in Path(path).resolve().parents]
+    if args.overwrite and inside:
+        raise ValueError(f"--overwrite would delete {inside[0]}, which this run reads")
+
+
+def _recorded(
+    parser: argparse.ArgumentParser, argv: list[str], args: argparse.Namespace
+) -> argparse.Namespace:
+    """The flags of the run to resume, changed by those in `argv`."""
+    path = _run_folder(args) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"--resume: {path} is missing, so there is no run to continue")
+    try:
+        recorded = json.loads(path.read_text())["arguments"] | {"stop_at": None, "overwrite": False}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"--resume: {path} is damaged: it holds no flags of a run") from None
+    # A value that the namespace has already is kept unless its flag is given.
+    resumed = parser.parse_args(argv, argparse.Namespace(**recorded))
+    for flag in FIXED:
+        if (given := getattr(resumed, flag)) != recorded.get(flag):
+            raise ValueError(
+                f"{_named(flag)} {given} differs from {recorded.get(flag)} in {path}, which a "
+                "resumed run keeps: drop the flag, or start another run"
+            )
+    for flag, other in (("steps", "epochs"), ("epochs", "steps")):
+        if getattr(resumed, flag) != recorded.get(flag):
+            setattr(resumed, other, None)
+    resumed.out = args.out or str(path.parent)
+    return resumed
+
+
+def _run_folder(args: argparse.Namespace) -> Path:
+    name = args.name or (Path(args.data[0]).stem if args.data else "tasks")
+    return Path(args.out or Path("runs") / name)
+
+
+def _check_engine(args: argparse.Namespace, world_size: int) -> None:
+    for flag, engines in CANNOT.items():
+        if args.engine in engines and getattr(args, flag) not in (None, False):
+            able = " or ".join(engine for engine in ENGINES if engine not in engines)
+            raise ValueError(
+                f"{_named(flag)} cannot be honoured by --engine {args.engine}: drop it, or use "
+                f"--engine {able}"
+            )
+    if args.engine == "none" and world_size > 1:
+        raise ValueError(f"--engine none is for one process, not {world_size}: use another")
+
+
+def _check_batch(args: argparse.Namespace, world_size: int) -> None:
+    share, rest = divmod(args.batch_size, world_size)
+    if rest:
+        raise ValueError(
+            f"--batch-size {args.batch_size} is over all ranks and cannot be shared evenly by "
+            f"{world_size}: use a multiple, such as {args.batch_size - rest + world_size}"
+        )
+    micro_batch = args.micro_batch or share
+    if share % micro_batch:
+        whole = world_size * micro_batch
+        raise ValueError(
+            f"--batch-size {args.batch_size} gives each of {world_size} ranks {share} sequences, "
+            f"which --micro-batch {micro_batch} does not divide: use a --batch-size such as "
+            f"{-(-args.batch_size // whole) * whole}, or another --micro-batch"
+        )
+
+
+def _named(flag: str) -> str:
+    return "--" + flag.replace("_", "-")

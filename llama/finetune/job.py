@@ -1,0 +1,119 @@
+"""What a run trains, on what, and where: made from the flags and checked before it is built."""
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from llama import LlamaConfig, Tokenizer
+from llama.chat import encode_dialog
+from llama.finetune import tasks
+from llama.finetune.arguments import SHAPE, parse_args
+from llama.finetune.data import Batches, Example, load_jsonl
+from llama.finetune.evaluate import Question
+
+DATA_SEQ_LEN = 2048  # tokens
+TASK_STEPS, TASK_EXAMPLES, TASK_QUESTIONS = 1500, 50_000, 250
+
+
+class Job(NamedTuple):
+    """What a run needs besides the model."""
+
+    args: argparse.Namespace
+    out: Path
+    device: torch.device
+    config: LlamaConfig
+    tokenizer: Tokenizer
+    batches: Batches
+    steps: int  # optimizer steps of the whole run
+    micro_batch: int  # sequences a rank takes at once
+    evaluation: list[Example]
+    questions: list[Question]  # with one right answer each, so of the tasks only
+    samples: list[list[int]]  # prompts to answer at the end, as token ids
+
+
+def prepare(argv: list[str], rank: int, world_size: int) -> Job:
+    """Read flags and data; ValueError or OSError for what cannot be run, naming the remedy."""
+    args = parse_args(argv, world_size)
+    device = choose_device(args)
+    beside = Path(args.model, "tokenizer.model") if args.model else tasks.TOKENIZER_PATH
+    tokenizer = Tokenizer(args.tokenizer or beside)
+    config = choose_model(args, tokenizer)
+    seq_len = args.seq_len or min(DATA_SEQ_LEN, config.max_seq_len)
+    if seq_len > config.max_seq_len:
+        raise ValueError(
+            f"--seq-len {seq_len} exceeds the model's longest sequence, {config.max_seq_len} "
+            "tokens: lower it, or raise --max-seq-len of a model trained from scratch"
+        )
+
+    def read(paths: list[str]) -> list[Example]:
+        return [example for path in paths for example in load_jsonl(path, tokenizer, seq_len)]
+
+    def encode(dialogs: list[tuple[str, list[dict[str, str]]]]) -> list[Example]:
+        return [Example(*encode_dialog(tokenizer, messages)) for _, messages in dialogs]
+
+    def ask(prompt: str) -> list[int]:
+        return encode_dialog(tokenizer, [{"role": "user", "content": prompt}])[0]
+
+    if args.data:
+        examples, evaluation, questions = read(args.data), read(args.eval_data or []), []
+        steps = args.steps or max(1, len(examples) * (args.epochs or 3) // args.batch_size)
+        opened = [e.ids[: max(1, e.loss_mask.index(1))] for e in (evaluation or examples)[:3]]
+    else:
+        steps = args.steps or TASK_STEPS
+        examples = encode(tasks.make_dialogs(TASK_EXAMPLES, args.seed, held_out=False))
+        held_out = tasks.make_dialogs(TASK_QUESTIONS, args.seed, held_out=True)
+        evaluation = encode(held_out)
+        questions = [Question(kind, ask(m[0]["content"]), m[1]["content"]) for kind, m in held_out]
+        opened = [question.prompt for question in questions[:10]]
+    samples = [ask(prompt) for prompt in args.sample] if args.sample else opened
+    if max(map(len, samples)) >= config.max_seq_len:
+        raise ValueError(f"a --sample leaves no room for an answer in {config.max_seq_len} tokens")
+    batches = Batches(examples, args.batch_size, args.seed, tokenizer.pad_id, rank, world_size)
+    micro_batch = args.micro_batch or args.batch_size // world_size
+    return Job(
+        args,
+        Path(args.out),
+        device,
+        config,
+        tokenizer,
+        batches,
+        steps,
+        micro_batch,
+        evaluation,
+        questions,
+        samples,
+    )
+
+
+def choose_device(args: argparse.Namespace) -> torch.device:
+    """This rank's device; ValueError where there is no such GPU."""
+    if (args.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
+        return torch.device("cpu")
+    index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(f"--device cuda: local rank {index} has no GPU ({count} found)")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def choose_model(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaConfig:
+    """The model's shape from --model, or --preset and the flags that refine it."""
+    if args.model:
+        config = LlamaConfig.from_hf(args.model)
+    else:
+        shape = {field: getattr(args, flag) for flag, field in SHAPE.items()}
+        if not args.preset:  # a model of one's own takes the text as it is
+            shape["vocab_size"] = args.vocab or tokenizer.vocab_size
+            shape["max_seq_len"] = args.max_seq_len or (DATA_SEQ_LEN if args.data else None)
+        given = {field: value for field, value in shape.items() if value is not None}
+        config = replace(LlamaConfig.preset(args.preset or "tiny"), **given)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} pieces, the model a vocabulary "
+            f"of {config.vocab_size}: use the model's own tokenizer, or raise --vocab"
+        )
+    return config

@@ -1,0 +1,27 @@
+"""The learning rate of every optimizer step: linear warm-up, then half a cosine."""
+
+import math
+
+
+def lr_at(
+    step: int, *, total_steps: int, warmup_steps: int, lr: float, min_lr: float = 0.0
+) -> float:
+    """The learning rate of optimizer step `step`, counted from 0.
+
+    It rises in equal parts, the first step's already above 0, to `lr` at step `warmup_steps`, and
+    from there falls on a cosine that would reach `min_lr` at step `total_steps`, one after the last
+    (SGDR without restarts: Loshchilov and Hutter, arXiv:1608.03983). Raises ValueError for numbers
+    that describe no such curve.
+    """
+    if step < 0:
+        raise ValueError(f"step {step} is negative: steps count from 0")
+    if not 0 <= warmup_steps < total_steps:
+        raise ValueError(
+            f"warmup_steps ({warmup_steps}) must be 0 or more and below total_steps ({total_steps})"
+        )
+    if not 0 <= min_lr <= lr:
+        raise ValueError(f"min_lr ({min_lr}) must be 0 or more and at most lr ({lr})")
+    if step < warmup_steps:
+        return lr * (step + 1) / (warmup_steps + 1)
+    progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+    return min_lr + (lr - min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))

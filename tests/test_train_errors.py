@@ -1,0 +1,141 @@
+"""Bad input to train.py: refused by name, with the remedy, before anything is built."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama.finetune.arguments import build_parser
+from llama.finetune.job import Job, prepare
+from llama.finetune.tasks import TOKENIZER_PATH
+
+TRAIN = Path(__file__).parents[1] / "train.py"
+GOOD = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n'
+
+
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    (tmp_path / "good.jsonl").write_text(GOOD * 2)
+    (tmp_path / "roles.jsonl").write_text(GOOD + GOOD.replace("assistant", "robot"))
+    (tmp_path / "broken.jsonl").write_text(GOOD + GOOD + '{"messages": [\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.model").write_text("no model")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "summary.json").write_text("{}")
+    (tmp_path / "full" / "config.json").write_text("{}")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.txt").write_text("")
+    return tmp_path
+
+
+def checked(flags: str, world_size: int = 1) -> Job:
+    return prepare(["--device", "cpu", *flags.split()], 0, world_size)
+
+
+DATA = f"--tokenizer {TOKENIZER_PATH} --data"
+REFUSED = {
+    "malformed JSON": (f"{DATA} good.jsonl broken.jsonl", r"broken\.jsonl:3: "),
+    "unknown role": (f"{DATA} roles.jsonl", r"roles\.jsonl:2: .*robot"),
+    "empty file": (f"{DATA} empty.jsonl", r"empty\.jsonl"),
+    "empty evaluation file": (f"{DATA} good.jsonl --eval-data empty.jsonl", r"empty\.jsonl"),
+    "missing data": (f"{DATA} absent.jsonl", r"absent\.jsonl"),
+    "missing tokenizer": ("--tokenizer absent.model", r"absent\.model"),
+    "no tokenizer model": ("--tokenizer blank.model", r"blank\.model"),
+    "data without tokenizer": ("--data good.jsonl", "--tokenizer"),
+    "missing model": ("--model absent", r"absent"),
+    "vocabulary too small": ("--vocab 100", r"366 pieces.*vocabulary of 100.*--vocab"),
+    "sequence too long": ("--seq-len 300", r"--seq-len 300 .* 256 tokens"),
+    "example too long": (f"{DATA} good.jsonl --seq-len 4", r"good\.jsonl:1: .*--seq-len"),
+    "sample too long": ("--max-seq-len 8 --seq-len 8 --sample whoever", r"--sample .* 8 tokens"),
+    "sample with a tag": ("--sample [INST]", r"\[INST\]"),
+    "micro-batch": ("--batch-size 8 --micro-batch 3", r"--batch-size 8 .*--micro-batch 3"),
+    "heads": ("--dim 100 --heads 3", r"100.*3"),
+    "unknown flag": ("--frobnicate", "--frobnicate"),
+    "abbreviated flag": ("--step 5", "--step"),
+    "no number": ("--steps ten", "--steps"),
+    "no step": ("--steps 0", "--steps"),
+    "negative rate": ("--lr=-1", "--lr"),
+    "rate at the end": ("--lr 0.1 --min-lr 0.2", "--min-lr"),
+    "all warm-up": ("--warmup 1", "--warmup"),
+    "unknown engine": ("--engine zero", "zero"),
+    "steps and epochs": (f"{DATA} good.jsonl --steps 2 --epochs 2", "--steps and --epochs"),
+    "epochs of tasks": ("--epochs 2", "--epochs goes with --data"),
+    "evaluation alone": ("--eval-data good.jsonl", "--eval-data goes with --data"),
+    "shape beside a model": ("--model full --dim 8", "drop --dim"),
+    "folder in use": ("--out full", r"full exists.*--resume.*--overwrite"),
+    "folder of something else": ("--out foreign --overwrite", "foreign holds something else"),
+    "folder that is a file": ("--out good.jsonl", "is a file"),
+    "input to be deleted": (f"{DATA} full/x.jsonl --out full --overwrite", r"full/x\.jsonl"),
+    "resume and overwrite": ("--resume --overwrite", "--resume .*--overwrite"),
+    "resume nothing": ("--out new --resume", r"new/config\.json is missing"),
+    "resume something damaged": ("--out full --resume", r"full/config\.json"),
+    "offload without shards": ("--engine ddp --cpu-offload", "--cpu-offload .*--engine ddp"),
+    "bf16 without shards": ("--engine none --bf16", "--bf16 .*--engine none.*minifsdp"),
+    "resharding without shards": ("--engine ddp --reshard-after-forward", "--reshard-after-for"),
+    "syncing alone": ("--engine none --no-sync", "--no-sync .*--engine none"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_by_name_and_leaves_nothing(case: str, in_tmp: Path) -> None:
+    flags, message = REFUSED[case]
+    before = sorted(in_tmp.rglob("*"))
+    with pytest.raises((ValueError, OSError), match=message):
+        checked(flags)
+    assert sorted(in_tmp.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--batch-size 9", r"--batch-size 9 .* 2: use .*10"),
+        ("--engine none", "--engine none is for one process"),
+    ],
+)
+def test_what_two_ranks_cannot_share_is_refused(flags: str, message: str, in_tmp: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked(flags, world_size=2)
+
+
+def test_an_empty_folder_may_be_used_and_a_run_folder_overwritten(in_tmp: Path) -> None:
+    (in_tmp / "new").mkdir()
+    assert checked("--out new").out == Path("new")
+    assert checked("--out full --overwrite").out == Path("full")
+
+
+def test_a_resumed_run_keeps_its_flags_but_for_those_given_anew(in_tmp: Path) -> None:
+    job = checked("--out new --batch-size 8 --steps 40 --lr 0.01 --tie-embeddings")
+    Path("new").mkdir()
+    Path("new/config.json").write_text(json.dumps({"arguments": vars(job.args)}))
+    again = checked("--out new --resume --steps 50")
+    assert vars(again.args) == vars(job.args) | {"resume": True, "steps": 50}
+    assert again.config == job.config
+    with pytest.raises(ValueError, match="--seed 1 differs from 0"):
+        checked("--out new --resume --seed 1")
+
+
+def test_every_flag_has_help_of_one_line() -> None:
+    for action in build_parser()._actions:
+        assert action.help, action.dest
+        assert len(action.help) <= 80, action.dest
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_refusal_is_one_line_and_ends_every_rank(ranks: int, tmp_path: Path) -> None:
+    """Rank 0 alone speaks, nobody hangs, no traceback, no run folder."""
+    (tmp_path / "roles.jsonl").write_text(GOOD + GOOD.replace("assistant", "robot"))
+    launch = [sys.executable]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    flags = ["--data", "roles.jsonl", "--tokenizer", str(TOKENIZER_PATH), "--out", "run"]
+    done = subprocess.run(
+        [*launch, str(TRAIN), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == (2 if ranks == 1 else 1)  # torchrun has a code of its own
+    assert done.stderr.count("train.py: error: roles.jsonl:2: ") == 1
+    assert f'File "{TRAIN}"' not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["roles.jsonl"]

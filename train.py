@@ -1,0 +1,382 @@
+"""Train a Llama 2 on one process or, through torchrun, on many.
+
+    python train.py
+    torchrun --standalone --nproc-per-node 2 train.py
+
+Without arguments a tiny Llama learns the chat tasks of `llama.finetune.tasks` from scratch and is
+scored on prompts it never saw. `--data` trains on your own JSONL, `--model` starts from a Llama in
+Hugging Face layout, and `--engine` runs the same job on another way to share it among the ranks.
+The run folder gets `config.json`, `metrics.jsonl`, `checkpoints/` and, at the end, the model in
+Hugging Face layout in `export/`, and `summary.json`.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import math
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeVar
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler writes to stderr
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as torch_state
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.utils.checkpoint import checkpoint as recompute
+from tqdm import tqdm
+
+import minifsdp
+from llama import Llama
+from llama.finetune.data import NO_LOSS
+from llama.finetune.evaluate import answers, exact_match, mean_loss, summed_loss
+from llama.finetune.job import Job, prepare
+from llama.finetune.report import Metrics, PeakMemory, read_metrics, write_json
+from llama.finetune.schedule import lr_at
+from llama.weights import load_hf, save_hf
+from minifsdp import checkpoint
+
+RUN_FOLDER = ("config.json", "metrics.jsonl", "summary.json", "checkpoints", "export")
+T = TypeVar("T")
+
+
+# ---- The processes --------------------------------------------------------------------------
+
+
+def connect() -> None:
+    """Join torchrun's process group, or make one of this process alone, which needs no port."""
+    # gloo as well on GPUs: for what lies on the CPU, such as offloaded parameters.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def everywhere(work: Callable[[], T]) -> T:
+    """Do `work` on every rank; if any has bad input, rank 0 says which and all exit with 2."""
+    result, error = None, None
+    try:
+        result = work()
+    except (ValueError, OSError) as reason:
+        error = str(reason)
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if not any(errors):
+        return result
+    if dist.get_rank() == 0:
+        print(f"train.py: error: {next(filter(None, errors))}", file=sys.stderr, flush=True)
+    dist.all_gather_object(errors, None)  # torchrun ends the others as soon as one leaves
+    sys.exit(2)
+
+
+# ---- The model, sharded ---------------------------------------------------------------------
+
+
+def build(job: Job) -> nn.Module:
+    """The model on this rank's device, shared out by the engine, with its first weights."""
+    args = job.args
+    with torch.device("meta"):
+        model = Llama(job.config)
+    if args.activation_checkpointing:  # before sharding, so that recomputation finds full weights
+        for block in model.layers:
+            block.forward = functools.partial(
+                recompute, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
+    if args.engine in ("minifsdp", "fsdp2"):
+        shard(model, job)
+    model.to_empty(device="cpu" if args.cpu_offload else job.device)
+    if args.model:
+        load_hf(model, args.model)
+    else:  # the same weights on every device, engine and number of ranks
+        model.init_weights(torch.Generator().manual_seed(args.seed))
+    if args.engine == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    return shard_flat(model, job) if args.engine == "fsdp1" else model
+
+
+def shard(model: Llama, job: Job) -> None:
+    """Make a unit of each block, of the embedding and of the head; the root holds the rest."""
+    args, engine = job.args, minifsdp if job.args.engine == "minifsdp" else fsdp
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(job.device.type, (dist.get_world_size(),)),
+        "reshard_after_forward": args.reshard_after_forward,
+    }
+    if args.bf16:
+        settings["mp_policy"] = engine.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if args.cpu_offload:
+        pin = job.device.type == "cuda"
+        settings["offload_policy"] = engine.CPUOffloadPolicy(pin_memory=pin)
+    for block in model.layers:
+        engine.fully_shard(block, **settings)
+    if not job.config.tie_embeddings:  # a tied matrix belongs to one unit: to the root
+        engine.fully_shard(model.tok_embeddings, **settings)
+        engine.fully_shard(model.output, **settings)
+    engine.fully_shard(model, **settings)
+
+
+def shard_flat(model: Llama, job: Job) -> nn.Module:
+    """The same units for torch's first FSDP."""
+    whole, half = torch.float32, torch.bfloat16
+    untied = set() if job.config.tie_embeddings else {model.tok_embeddings, model.output}
+    keep = job.args.reshard_after_forward is False
+    warnings.filterwarnings("ignore", module=r"torch\.distributed\.fsdp")  # it is deprecated
+    return fsdp.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: module in {*model.layers, *untied}),
+        sharding_strategy=fsdp.ShardingStrategy["SHARD_GRAD_OP" if keep else "FULL_SHARD"],
+        mixed_precision=fsdp.MixedPrecision(half, whole) if job.args.bf16 else None,
+        device_id=job.device,
+        use_orig_params=True,
+    )
+
+
+# ---- Training -------------------------------------------------------------------------------
+
+
+def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
+    """Fused AdamW, without decay of the norms."""
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():
+        (others if "norm" in name else decayed).append(parameter)
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    betas = (0.9, 0.95)  # Llama 2's (arXiv:2307.09288)
+    return torch.optim.AdamW(
+        groups, lr=0.0, betas=betas, weight_decay=args.weight_decay, fused=True
+    )
+
+
+def micro_step(model: nn.Module, job: Job, last: bool) -> contextlib.AbstractContextManager:
+    """Around one micro-batch: with --no-sync, gradients are reduced in the last one alone."""
+    if not job.args.no_sync:
+        return contextlib.nullcontext()
+    if job.args.engine in ("minifsdp", "fsdp2"):
+        model.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+    return contextlib.nullcontext() if last else model.no_sync()
+
+
+def clip(model: nn.Module, job: Job) -> float:
+    """Clip the gradients to --clip and return their norm before."""
+    limit = job.args.clip or float("inf")
+    if job.args.engine == "fsdp1":
+        return model.clip_grad_norm_(limit).item()
+    engine = minifsdp if job.args.engine == "minifsdp" else nn.utils
+    norm = engine.clip_grad_norm_(model.parameters(), limit)
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step: int
+) -> dict[str, float]:
+    """Do optimizer step `step`, counted from 0, and return what there is to log."""
+    batch, world_size = job.batches.batch(step), dist.get_world_size()
+    targets_in_step = job.batches.target_tokens(step)
+    sums = torch.zeros(2, dtype=torch.float64, device=job.device)  # of losses and tokens
+    parts = list(zip(*(part.split(job.micro_batch) for part in batch), strict=True))
+    for number, (tokens, targets) in enumerate(parts, start=1):
+        tokens, targets = tokens.to(job.device), targets.to(job.device)
+        with micro_step(model, job, last=number == len(parts)):
+            loss_sum = summed_loss(model, tokens, targets)
+            # Engines average over ranks; the mean is over the targets of all ranks and parts.
+            (loss_sum * (world_size / targets_in_step)).backward()
+        # What follows a row's last target is padding.
+        tokens_sum = (targets != NO_LOSS).flip(1).cumsum(1).count_nonzero()
+        sums += torch.stack([loss_sum.detach(), tokens_sum.to(loss_sum)])
+    dist.all_reduce(sums)
+    total_loss, tokens_in_step = sums.tolist()
+    loss, norm = total_loss / targets_in_step, clip(model, job)
+    if not math.isfinite(loss + norm):
+        raise RuntimeError(f"step {step + 1}: loss {loss}, gradient norm {norm}: try a lower --lr")
+    args, warmup = job.args, int(job.args.warmup * job.steps)
+    lr = lr_at(step, total_steps=job.steps, warmup_steps=warmup, lr=args.lr, min_lr=args.min_lr)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"loss": loss, "lr": lr, "grad_norm": norm, "tokens": int(tokens_in_step)}
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """What a checkpoint holds; `step` counts the steps done."""
+    return {
+        "model": torch_state.get_model_state_dict(model),
+        "optimizer": torch_state.get_optimizer_state_dict(model, optimizer),
+        "step": step,
+    }
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> int:
+    """Load the last checkpoint and return the number of steps done."""
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    state = state_of(model, optimizer, 0)
+    checkpoint.load(job.out / "checkpoints", state)
+    torch_state.set_model_state_dict(model, state["model"])
+    torch_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay  # the flag's, which may have been given anew
+    return state["step"]
+
+
+def open_run_folder(job: Job, steps_done: int) -> Metrics | None:
+    """Make the run folder ready, on rank 0, and return its metrics file."""
+    if dist.get_rank() != 0:
+        return None
+    if job.args.overwrite:
+        for part in (job.out / name for name in RUN_FOLDER):
+            shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+    job.out.mkdir(parents=True, exist_ok=True)
+    about = {"world_size": dist.get_world_size(), "torch": torch.__version__, "steps": job.steps}
+    content = about | {"arguments": vars(job.args), "model": asdict(job.config)}
+    write_json(job.out / "config.json", content)
+    return Metrics(job.out / "metrics.jsonl", steps_done if job.args.resume else None)
+
+
+class Trained(NamedTuple):
+    """What training measured."""
+
+    steps: int  # done so far, in all
+    eval_loss: float | None
+    tokens_per_second: float  # of all ranks, padding left out
+    peak_bytes: int  # of the rank that took most
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, steps_done: int) -> Trained:
+    """Train on from `steps_done`, logging, evaluating and saving as the flags say."""
+    args, memory = job.args, PeakMemory(job.device)
+    metrics = everywhere(lambda: open_run_folder(job, steps_done))
+
+    def log(step: int, **values: Any) -> None:
+        if metrics:
+            metrics.write(step, **values)
+
+    def evaluate(step: int) -> float | None:
+        if not job.evaluation:
+            return None
+        pad_id = job.tokenizer.pad_id
+        loss = mean_loss(model, job.evaluation, job.micro_batch, pad_id, job.device)
+        log(step, eval_loss=loss)
+        return loss
+
+    end = min(args.stop_at or job.steps, job.steps)
+    eval_loss = evaluate(steps_done)
+    measured = min(steps_done + 2, end)
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    memory.start([*model.parameters(), *moments])
+    speeds: list[tuple[int, float]] = []  # tokens and seconds of each step
+    often = 0.5 if sys.stderr.isatty() else 10.0  # seconds between two states of the bar
+    quiet = dist.get_rank() != 0
+    bar = tqdm(total=job.steps, initial=steps_done, unit="step", disable=quiet, mininterval=often)
+    for step in range(steps_done, end):
+        began = time.perf_counter()
+        logged = train_step(model, optimizer, job, step)
+        steps_done = step + 1
+        speeds.append((logged["tokens"], time.perf_counter() - began))
+        log(steps_done, **logged, seconds=speeds[-1][1])
+        bar.set_postfix(loss=f"{logged['loss']:.4f}", refresh=False)
+        bar.update()
+        if steps_done == measured:
+            memory.stop()
+        if steps_done == end or (args.save_every and steps_done % args.save_every == 0):
+            state = state_of(model, optimizer, steps_done)
+            checkpoint.save(job.out / "checkpoints", steps_done, state)
+        if steps_done == end or (args.eval_every and steps_done % args.eval_every == 0):
+            eval_loss = evaluate(steps_done)
+    bar.close()
+    memory.stop()
+    tokens, seconds = map(sum, zip(*(speeds[2:] or speeds or [(0, math.inf)]), strict=True))
+    peak_bytes = torch.tensor(memory.peak_bytes)
+    dist.all_reduce(peak_bytes, dist.ReduceOp.MAX)
+    return Trained(steps_done, eval_loss, tokens / seconds, int(peak_bytes))
+
+
+# ---- The end --------------------------------------------------------------------------------
+
+
+def plain(model: nn.Module, job: Job) -> nn.Module:
+    """The model as `llama` takes it: a Llama, plain or with DTensor parameters."""
+    if job.args.engine == "ddp":
+        return model.module
+    if job.args.engine != "fsdp1":
+        return model
+    # Not offloaded to the CPU as it is gathered: where it lies there already, torch crashes.
+    options = torch_state.StateDictOptions(full_state_dict=True)
+    gathered = Llama(job.config)
+    gathered.load_state_dict(torch_state.get_model_state_dict(model, options=options))
+    return gathered
+
+
+def finish(model: nn.Module, job: Job, trained: Trained, started: float) -> None:
+    """Score the trained model, let it answer, export it, and sum the run up."""
+    args, first = job.args, dist.get_rank() == 0
+    llama = model.module if args.engine == "ddp" else model
+    score = exact_match(llama, job.tokenizer, job.questions) if job.questions else {}
+    said = answers(llama, job.tokenizer, job.samples, args.max_new_tokens)
+    export = job.out / "export"
+    if first:
+        shutil.rmtree(export, ignore_errors=True)  # of a run that was resumed after its end
+        for prompt, answer in zip(job.samples, said, strict=True):
+            print(f"{job.tokenizer.decode(prompt)} {answer}")
+    dist.barrier()
+    exported = plain(model, job)
+    if first or args.engine in ("minifsdp", "fsdp2"):
+        dtype = getattr(torch, args.export_dtype)
+        save_hf(exported, export, dtype=dtype, tokenizer_path=job.tokenizer.path)
+    if not first:
+        return
+    steps = [line for line in read_metrics(job.out / "metrics.jsonl") if "loss" in line]
+    summary = {
+        "steps": job.steps,
+        "train_loss_first": steps[0]["loss"],
+        "train_loss_last": steps[-1]["loss"],
+        "eval_loss": trained.eval_loss,
+        "eval_exact_match": score.get("all"),
+        "eval_exact_match_by_kind": {kind: s for kind, s in score.items() if kind != "all"},
+        "tokens_per_second": trained.tokens_per_second,
+        "seconds": time.perf_counter() - started,
+        "world_size": dist.get_world_size(),
+        "engine": args.engine,
+        "parameters": job.config.num_parameters,
+        "peak_bytes": trained.peak_bytes,
+    }
+    write_json(job.out / "summary.json", summary)
+    for key, value in summary.items():
+        print(f"{key}: {value}")
+
+
+def run(started: float) -> None:
+    """Do the job that the flags describe."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    job = everywhere(lambda: prepare(sys.argv[1:], rank, world_size))
+    model = everywhere(lambda: build(job))
+    optimizer = make_optimizer(model, job.args)
+    steps_done = everywhere(lambda: resume(model, optimizer, job)) if job.args.resume else 0
+    trained = train(model, optimizer, job, steps_done)
+    if trained.steps == job.steps:
+        finish(model, job, trained, started)
+    elif rank == 0:
+        print(f"stopped after step {trained.steps} of {job.steps}: --resume goes on from there")
+
+
+def main() -> None:
+    started = time.perf_counter()
+    connect()
+    try:
+        run(started)
+    finally:
+        gc.collect()  # the model holds process groups, whose threads must end before Python does
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
