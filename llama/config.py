@@ -23,9 +23,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "70b": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_hidden=28672),
     "tiny": dict(
         dim=128,
-        n_layers=3,
+        n_layers=2,
         n_heads=4,
-        n_kv_heads=2,
+        n_kv_heads=4,
         ffn_hidden=256,
         vocab_size=512,
         max_seq_len=256,

@@ -23,31 +23,10 @@ import torch
 
 from . import collectives, debug, events
 from .layout import PieceLayout
+from .message import LocalReduction, place_rows, take_rows
 from .param import ShardedParam, post_accumulate_hooks
 from .scaling import Scaling, scaling
 from .unit import Unit
-
-
-def place_rows(message: torch.Tensor, offset: int, param: ShardedParam, grad: torch.Tensor) -> None:
-    """Write a full gradient into its slot of every piece of `message`, zeros where rows end."""
-    slot = param.layout.slot_numel
-    if slot == 0:
-        return
-    columns = message[:, offset : offset + slot]
-    rows = grad.reshape(-1)
-    whole, rest = divmod(rows.numel(), slot)
-    if whole:
-        columns[:whole].copy_(rows[: whole * slot].view(whole, slot))
-    if whole < len(columns):
-        columns[whole, :rest].copy_(rows[whole * slot :])
-        columns[whole, rest:].zero_()
-        columns[whole + 1 :].zero_()
-
-
-def take_rows(message: torch.Tensor, offset: int, param: ShardedParam) -> torch.Tensor:
-    """The full gradient that `place_rows` wrote."""
-    columns = message[:, offset : offset + param.layout.slot_numel]
-    return columns.reshape(-1)[: param.layout.numel].view(param.shape)
 
 
 def refuse_higher_order(unit: str) -> NoReturn:
@@ -56,22 +35,6 @@ def refuse_higher_order(unit: str) -> NoReturn:
         f"backward with create_graph=True reached unit {unit!r}: gradients of gradients are not "
         "supported through a sharded unit. Compute them on a model that is not sharded"
     )
-
-
-class LocalReduction:
-    """The reduction of a unit on one rank: what was filled in is the result."""
-
-    nbytes = 0
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.message = torch.empty(1, numel, dtype=dtype, device=device)
-
-    def start(self, average: bool) -> None: ...
-
-    def wait(self) -> torch.Tensor:
-        return self.message[0]
-
-    def discard(self) -> None: ...
 
 
 class GradientReducer:

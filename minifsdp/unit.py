@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from . import collectives, debug, events
 from .flat import FlatShard
 from .layout import RowLayout
+from .message import LocalGather
 from .param import Owner, ShardedParam
 from .placement import Home
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -32,24 +33,6 @@ class State(Enum):
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
     NEAR = "sharded over a few neighbours"
-
-
-class LocalGather:
-    """The gather of a unit on one rank: nothing travels, rows are copied (cast) at most."""
-
-    nbytes = 0
-
-    def __init__(self, parts: Sequence[FlatShard]) -> None:
-        self._parts = parts
-
-    def wait(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
-        for part, outs in zip(self._parts, outputs, strict=True):
-            pieces = part.source().split(part.slots)
-            torch._foreach_copy_([out.view(-1) for out in outs], list(pieces))
-
-    def finish(self) -> None: ...
-
-    def discard(self) -> None: ...
 
 
 class Unit:

@@ -105,7 +105,7 @@ def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def messages() -> Iterator[list[str]]:
-    """Lists what is sent inside the block, as "AG root", "RS layers.0"; adds "backward" marks."""
+    """Lists what is sent inside the block, as "AG root", "RS layers.0"."""
     seen: list[str] = []
 
     def note(event: events.Event) -> None:

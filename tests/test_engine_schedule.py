@@ -130,20 +130,53 @@ def test_a_block_used_twice_is_gathered_for_each_use_and_reduced_once(run_ranks)
         assert first["AG layers.0"] == first["AG layers.2"] == 2
 
 
-def _explicit_prefetch() -> tuple[list[str], list[str]]:
+def _gathers_and_computation(prefetch: bool) -> list[list[str]]:
+    """In each of two forwards: gathers of units, and the root's and the blocks' first layers."""
     model = stack.shard(stack.build())
-    model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
+    layers = {"root": model.front} | {f"layers.{i}": b.up for i, b in enumerate(model.layers)}
+    if prefetch:
+        model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
+    iterations = []
+    for _ in range(2):
+        with stack.messages() as seen:
+            handles = [
+                layer.register_forward_pre_hook(lambda *_, n=name, s=seen: s.append(f"compute {n}"))
+                for name, layer in layers.items()
+            ]
+            loss = model(stack.batch()).sum()
+        for handle in handles:
+            handle.remove()
+        loss.backward()
+        iterations.append(seen)
+    return iterations
+
+
+def test_from_the_second_iteration_the_next_unit_is_gathered_while_this_one_computes(run_ranks):
+    on_demand = ["AG root", "compute root"]
+    on_demand += [f"{what} layers.{i}" for i in range(3) for what in ("AG", "compute")]
+    ahead = ["AG root", "AG layers.0", "compute root", "AG layers.1", "compute layers.0"]
+    ahead += ["AG layers.2", "compute layers.1", "compute layers.2"]
+    assert run_ranks(2, _gathers_and_computation, False) == [[on_demand, ahead]] * 2
+
+
+def test_units_named_for_prefetch_are_gathered_when_the_naming_one_starts_forward(run_ranks):
+    for iterations in run_ranks(2, _gathers_and_computation, True):
+        for seen in iterations:
+            assert seen[:4] == ["AG root", "AG layers.0", "AG layers.1", "compute root"]
+            assert Counter(seen)["AG layers.2"] == 1
+
+
+def _backward_prefetch_by_name() -> list[str]:
+    model = stack.shard(stack.build())
     model.layers[2].set_modules_to_backward_prefetch([model.layers[0], model.layers[1]])
-    with stack.messages() as forward:
-        loss = model(stack.batch()).sum()
+    loss = model(stack.batch()).sum()
     with stack.messages() as backward:
         loss.backward()
-    return forward, backward
+    return backward
 
 
-def test_units_named_for_prefetch_are_gathered_when_the_naming_one_starts(run_ranks):
-    for forward, backward in run_ranks(2, _explicit_prefetch):
-        assert forward == GATHERS
+def test_units_named_for_prefetch_are_gathered_when_the_naming_one_starts_backward(run_ranks):
+    for backward in run_ranks(2, _backward_prefetch_by_name):
         assert backward[:3] == ["AG layers.2", "AG layers.0", "AG layers.1"]
         assert Counter(backward) == Counter(BACKWARD)
 

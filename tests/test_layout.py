@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minifsdp.layout import PieceLayout, RowLayout
-from minifsdp.reduction import place_rows, take_rows
+from minifsdp.message import place_rows, take_rows
 
 WORLD_SIZES = st.integers(1, 17)
 ROWS = st.integers(0, 100)

@@ -88,14 +88,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seq-len", type=_whole, help="longest example, in tokens; default: 2048 or the model's")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--steps", type=_whole, help="default: 1500 for the tasks, with --data as by --epochs")
+    add("--steps", type=_whole, help="default: 1200 for the tasks, with --data as by --epochs")
     add("--epochs", type=_whole, help="passes over --data; default: 3")
-    add("--batch-size", type=_whole, help="sequences a step, over all ranks; default: 64, data 16")
+    add("--batch-size", type=_whole, help="sequences a step, over all ranks; default: 120, data 16")
     add("--micro-batch", type=_whole, help="sequences a rank takes at once; default: its share")
-    add("--lr", type=_amount, help="highest learning rate; default: 2e-3, with --model 5e-5")
+    add("--lr", type=_amount, help="highest learning rate; default: 3e-3, with --model 5e-5")
     add("--min-lr", type=_amount, default=0.0, help="learning rate at the end of the cosine")
     add("--warmup", type=_amount, default=0.03, help="share of the steps that warm up, below 1")
-    add("--weight-decay", type=_amount, default=0.01, help="of the matrices; norms have none")
+    add("--weight-decay", type=_amount, help="of the matrices; default: 0.1, with --model 0.01")
     add("--clip", type=_amount, default=1.0, help="largest gradient norm; 0: no clipping")
 
     add = parser.add_argument_group("memory and speed").add_argument
@@ -122,9 +122,11 @@ def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
         args = _recorded(parser, argv, args)
     args.out = str(_run_folder(args))
     if args.lr is None:
-        args.lr = 5e-5 if args.model else 2e-3
+        args.lr = 5e-5 if args.model else 3e-3
+    if args.weight_decay is None:
+        args.weight_decay = 0.01 if args.model else 0.1
     if args.batch_size is None:
-        args.batch_size = 16 if args.data else 64
+        args.batch_size = 16 if args.data else 120
     _check_engine(args, world_size)
     _check_batch(args, world_size)
     if args.steps and args.epochs:

@@ -16,7 +16,7 @@ from llama.finetune.data import Batches, Example, load_jsonl
 from llama.finetune.evaluate import Question
 
 DATA_SEQ_LEN = 2048  # tokens
-TASK_STEPS, TASK_EXAMPLES, TASK_QUESTIONS = 1500, 50_000, 250
+TASK_STEPS, TASK_EXAMPLES, TASK_QUESTIONS = 1200, 150_000, 500
 
 
 class Job(NamedTuple):
