@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from .hooks import UNIT_ATTRIBUTE, ScheduledUnit
-from .managed import check_module, check_placements, move_to_device, near_ranks, own_params
-from .misuse import watch_optimizers
+from .managed import check_module, check_placements, move_to_device, own_params, reshard_mode
+from .misuse import mark, watch_optimizers
 from .module import FSDPModule, check_units
 from .param import ShardedParam
 from .placement import Home, default_mesh
@@ -61,22 +61,25 @@ def fully_shard(
             "the data-parallel submesh as mesh="
         )
     home = Home.of(mesh if mesh is not None else default_mesh())
-    near = near_ranks(reshard_after_forward, home)
-    ignored = set(ignored_params or ())
-    params = own_params(modules, ignored, home)
+    reshards, near = reshard_mode(reshard_after_forward, home)
+    precision = as_mixed_precision(MixedPrecisionPolicy() if mp_policy is None else mp_policy)
+    offload = as_offload(OffloadPolicy() if offload_policy is None else offload_policy)
+    params = own_params(modules, set(ignored_params or ()), home)
     check_placements(shard_placement_fn, params)
-    move_to_device(modules, params, ignored, home.device)
+    # Nothing is changed before this line, so that a refused call can be made again.
+    move_to_device(modules, params, home.device)
     watch_optimizers()
+    for param in params:
+        mark(param.registered(), f"parameter {param.name!r} as it was before sharding")
     unit = ScheduledUnit(
         modules,
         params,
         home,
-        as_mixed_precision(MixedPrecisionPolicy() if mp_policy is None else mp_policy),
-        as_offload(OffloadPolicy() if offload_policy is None else offload_policy),
+        precision,
+        offload,
     )
     unit.near = near
-    if reshard_after_forward is not None:
-        unit.reshard_after_forward = reshard_after_forward is not False
+    unit.reshard_after_forward = reshards
     for one in modules:
         setattr(one, UNIT_ATTRIBUTE, unit)
         one.__class__ = _sharded_class(type(one))
@@ -85,14 +88,22 @@ def fully_shard(
 
 
 def _reshard_around_state_dicts(params: list[ShardedParam], unit: ScheduledUnit) -> None:
-    """State dicts hold rows, so a unit that is whole (the root after forward) reshards first."""
+    """State dicts hold rows, so a unit that is whole (the root after forward) reshards first.
+
+    Loading with `assign=True` replaces parameters: the unit takes over what it finds.
+    """
 
     def reshard(*_: Any) -> None:
         unit.reshard()
 
+    def adopt(*_: Any) -> None:
+        if not unit.is_adopted():
+            unit.adopt()
+
     for module in {owner.module() for param in params for owner in param.owners}:
         module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_post_hook(adopt)
 
 
 @functools.cache

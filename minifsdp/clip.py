@@ -68,7 +68,9 @@ def clip_grad_norm_(
         totals.append(torch.linalg.vector_norm(norms, norm_type))
     total = totals[0]
     if len(totals) > 1:
-        total = torch.linalg.vector_norm(torch.stack([t.to(total) for t in totals]), norm_type)
+        total = torch.linalg.vector_norm(
+            torch.stack([t.to(total.device) for t in totals]), norm_type
+        )
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradients' norm of order {norm_type} is {total.item()} and cannot be clipped by; "

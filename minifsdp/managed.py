@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -10,13 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from .hooks import unit_of
-from .misuse import mark, role_of
+from .misuse import role_of
 from .param import Owner, ShardedParam
 from .placement import Home, near_home
 from .unit import shard
 
 
 def check_module(module: object) -> None:
+    """Raise ValueError for what cannot be a unit."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"fully_shard takes modules, not {type(module).__name__}: {module!r}")
     name = type(module).__name__
@@ -26,19 +28,26 @@ def check_module(module: object) -> None:
         raise ValueError(f"{name} is already sharded: call fully_shard once for each module")
 
 
-def near_ranks(reshard_after_forward: bool | int | None, home: Home) -> Home | None:
-    """The smaller groups of ranks to reshard to, if that is what an int asks for."""
+def reshard_mode(
+    reshard_after_forward: bool | int | None, home: Home
+) -> tuple[bool | None, Home | None]:
+    """Whether to reshard after forward (None: unless root), and to which few ranks, if not all.
+
+    As upstream, an int of 1 means False and one of all ranks True, with a warning.
+    """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return None
+        return reshard_after_forward, None
     size, whole = reshard_after_forward, home.shards.size
     if not isinstance(size, int) or size < 1 or whole % size:
         raise ValueError(
             f"reshard_after_forward={size!r} must be True, False, None, or a divisor of the "
             f"{whole} ranks that the parameters are sharded over"
         )
-    if size == 1:
-        raise ValueError("reshard_after_forward=1 keeps whole parameters: say False instead")
-    return None if size == whole else near_home(home, size)
+    if size in (1, whole):
+        meant = size == whole and whole > 1
+        warnings.warn(f"reshard_after_forward={size} means {meant}: say so", stacklevel=3)
+        return meant, None
+    return True, near_home(home, size)
 
 
 def _walk(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -81,11 +90,13 @@ def own_params(
                 "modules as one unit, fully_shard([module_a, module_b])"
             )
         described.append(shard(name, param, its_owners, home))
-        mark(param, f"parameter {name!r} as it was before sharding")
     return described
 
 
-def check_placements(choose: Callable[..., Shard | None] | None, params) -> None:
+def check_placements(
+    choose: Callable[[nn.Parameter], Shard | None] | None, params: list[ShardedParam]
+) -> None:
+    """Raise NotImplementedError for a parameter that is wanted sharded by other than rows."""
     if choose is None:
         return
     for param in params:
@@ -97,7 +108,9 @@ def check_placements(choose: Callable[..., Shard | None] | None, params) -> None
             )
 
 
-def move_to_device(modules, params: list[ShardedParam], ignored, device: torch.device) -> None:
+def move_to_device(
+    modules: list[nn.Module], params: list[ShardedParam], device: torch.device
+) -> None:
     """Bring whole parameters and buffers to the unit's device, unless they are on meta."""
     for param in params:
         whole = param.registered()

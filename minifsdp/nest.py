@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,9 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
             return value
         if type(value) is dict:
             return items
-        copied = value.copy()
-        copied.update(items)
+        copied = copy.copy(value)
+        for key, item in items.items():  # some subclasses forbid `update`
+            copied[key] = item
         return copied
     if isinstance(value, (list, tuple)):
         mapped = [map_tensors(fn, v) for v in value]
@@ -31,14 +33,14 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
             return value
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {}
-        for field in dataclasses.fields(value):
-            if field.init:
-                old = getattr(value, field.name)
-                new = map_tensors(fn, old)
-                if new is not old:
-                    changed[field.name] = new
-        return dataclasses.replace(value, **changed) if changed else value
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        mapped = {name: map_tensors(fn, old) for name, old in fields.items()}
+        if all(mapped[name] is old for name, old in fields.items()):
+            return value
+        copied = copy.copy(value)
+        for name, item in mapped.items():  # past a frozen dataclass's own guard
+            object.__setattr__(copied, name, item)
+        return copied
     return value
 
 

@@ -82,6 +82,8 @@ class GradientReducer:
     def take(self, param: ShardedParam, full: torch.Tensor) -> None:
         """Move `full.grad` into the message, or onto what un-synced micro-batches have left."""
         grad, full.grad = full.grad, None
+        if grad is None:
+            return  # frozen since its forward
         if grad.requires_grad:
             refuse_higher_order(self.unit.name)
         if not self.syncs:

@@ -154,9 +154,10 @@ class Unit:
         """Make the parameters whole, once what `unshard` started has arrived."""
         if self.state is not State.GATHERING:
             return
-        for part in self._parts:
-            if part.params[0].unsharded is None:
-                self._make_unsharded(part)
+        with torch.inference_mode(False):  # what is made now is used in training too
+            for part in self._parts:
+                if part.params[0].unsharded is None:
+                    self._make_unsharded(part)
         outputs = [
             [p.allocate(layout) for p, layout in zip(part.params, part.layouts, strict=True)]
             for part in self._gathering

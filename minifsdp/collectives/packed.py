@@ -75,18 +75,23 @@ class PackedGather:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + sum(part.slots) * part.message_dtype.itemsize
             self._places.append((part, start, end))
+        if len(parts) > 1:  # so that every rank's row is aligned for every part
+            end = -(-end // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = end * peers.size
         self._buffer = pool.lease(self.nbytes, device)
         self.message = self._buffer.view(peers.size, end)
+        self.works: list[Work] = []
+        if not self.nbytes:
+            return  # there is nothing to view as a dtype
         for part, start, stop in self._places:
             slot = self.message[peers.rank, start:stop].view(part.message_dtype)
             slot.copy_(part.source(), non_blocking=True)
-        self.works: list[Work] = []
 
     def wait(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Copy what arrived into `outputs`: for each part, a (world_size, slot) a parameter."""
         self.finish()
-        for (part, start, stop), outs in zip(self._places, outputs, strict=True):
+        places = self._places if self.nbytes else []
+        for (part, start, stop), outs in zip(places, outputs, strict=bool(places)):
             columns = self.message[:, start:stop].view(part.message_dtype)
             torch.split_with_sizes_copy(columns, list(part.slots), dim=1, out=list(outs))
         self.discard()
