@@ -61,7 +61,6 @@ class ScheduledUnit(Unit):
         self.max_pending = 1  # reductions under way at once; the largest of all units counts
         self.forward_prefetch: list[weakref.ref[ScheduledUnit]] = []
         self.backward_prefetch: list[weakref.ref[ScheduledUnit]] = []
-        self.successor: int | None = None  # the unit entered after this one in the last forward
         self.predecessors: deque[int | None] = deque(maxlen=_MAX_USES)  # one for each use
         self._grouped = len(modules) > 1
         self._modules = [weakref.ref(module) for module in modules]
@@ -77,12 +76,10 @@ class ScheduledUnit(Unit):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the parameters whole and watch for the end of this use's backward."""
-        if self.phase is Phase.BACKWARD:
-            if backward_is_running():  # recomputation of checkpointed activations
-                self.unshard()
-                self._wait()
-                return self._cast_inputs(args, kwargs)
-            self.runtime.reset()  # the last backward raised
+        if self.phase is Phase.BACKWARD and backward_is_running():
+            self.unshard()  # for the recomputation of checkpointed activations
+            self._wait()
+            return self._cast_inputs(args, kwargs)
         if self._grouped and not self._still_to_run:
             self._still_to_run = {id(m()) for m in self._modules}
         entering = self.phase is not Phase.FORWARD

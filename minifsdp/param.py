@@ -94,9 +94,13 @@ class ShardedParam:
             rebind_local(self.sharded, local)
 
     def registered(self) -> nn.Parameter:
-        """What the owning module holds now."""
+        """What the owning module holds now; of several owners, the first."""
         owner = self.owners[0]
         return _alive(owner)._parameters[owner.attribute]
+
+    def registered_everywhere(self) -> list[nn.Parameter]:
+        """What each owning module holds now: one parameter, unless somebody has parted the ties."""
+        return [_alive(owner)._parameters[owner.attribute] for owner in self.owners]
 
     def register(self, param: nn.Parameter) -> None:
         """Make `param` what every owning module holds; flags set on the one before carry over."""

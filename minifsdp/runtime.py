@@ -47,7 +47,8 @@ class Runtime:
         self._units = [weakref.ref(unit) for unit in units]  # the root first
         self.forward_root: ScheduledUnit | None = None
         """The outermost unit whose forward is running."""
-        self._last_entered: ScheduledUnit | None = None
+        self._entered: list[int] = []  # units in the order they began this forward
+        self._expected: list[int] = []  # the same of the last one
         self._last_left: int | None = None
         self.callback_queued = False
         self._max_pending = 1
@@ -78,19 +79,20 @@ class Runtime:
         elif self.callback_queued and not recomputing:
             self.reset()  # the last backward raised
         if not recomputing:
-            if self._last_entered is not None:
-                self._last_entered.successor = unit.index
-            self._last_entered = unit
+            self._entered.append(unit.index)
         if self.forward_root is not None:
             return False
         self.forward_root = unit
         return True
 
     def expected_after(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
-        """The unit that followed in the last forward, to start it early."""
-        if unit.successor is None or backward_is_running():
+        """The unit that came next at this point of the last forward, to start it early."""
+        here = len(self._entered)
+        if backward_is_running() or self._expected[here - 1 : here] != [unit.index]:
             return []
-        return self.at(unit.successor)
+        return [
+            following for index in self._expected[here : here + 1] for following in self.at(index)
+        ]
 
     def left(self, unit: ScheduledUnit) -> None:
         """Note the order in which units end their forward: backward runs the other way."""
@@ -102,9 +104,7 @@ class Runtime:
         self.forward_root = None
         if backward_is_running():
             return output
-        if self._last_entered is not None:
-            self._last_entered.successor = None
-        self._last_entered = self._last_left = None
+        self._expected, self._entered, self._last_left = self._entered, [], None
         for unit in self.units():
             if unit.is_partly_run():
                 output = unit.leave_forward(output)
@@ -157,7 +157,8 @@ class Runtime:
             unit.reset()
         self._pending.clear()
         self.callback_queued = False
-        self.forward_root = self._last_entered = self._last_left = None
+        self.forward_root = self._last_left = None
+        self._entered = []
 
 
 def alive(units: Sequence[weakref.ref[ScheduledUnit]]) -> list[ScheduledUnit]:

@@ -103,7 +103,7 @@ class Unit:
 
     def is_adopted(self) -> bool:
         """Whether the modules still hold the sharded parameters that the flat shards back."""
-        return all(p.registered() is p.sharded for p in self.params)
+        return all(held is p.sharded for p in self.params for held in p.registered_everywhere())
 
     def rows(self) -> list[torch.Tensor]:
         """This rank's rows of all parameters, a flat tensor for each dtype."""

@@ -94,21 +94,24 @@ def _refused(method: str) -> None:
 def _hook() -> None:
     seen: list[torch.Tensor] = []
     model = build()
-    model.middle.set_all_reduce_hook(lambda rows: seen.append(rows.clone()) or rows.mul_(3))
-    plain = gradients(build())
-    hooked = gradients(model)
-    size = dist.get_world_size()
-    assert [rows.numel() for rows in seen] == [(-(-5 // size)) * 6]
+    for unit in (model.head, model.middle):
+        unit.set_all_reduce_hook(lambda rows: seen.append(rows.clone()) or rows.mul_(3))
+    plain = gradients(build(), steps=3)  # leaves buffers that are not zero behind
+    hooked = gradients(model, steps=3)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    head, middle = seen[:2]
+    assert (head.numel(), middle.numel()) == ((-(-3 // size)) * 6, (-(-5 // size)) * 6)
     for index, (name, _) in enumerate(model.named_parameters()):
-        factor = 3 if name.startswith("middle") else 1
+        factor = 1 if name.startswith("embed") else 3
         torch.testing.assert_close(hooked[index], plain[index] * factor)
-    last = dist.get_rank() == size - 1
-    if last and size == 3:  # ranks hold 2, 2 and 1 of five rows: the rest of the slot is padding
-        assert not seen[0][5:10].any()
+    if size == 3 and rank == 2:  # 2, 2 and 1 of five rows: the rest of the slot is padding
+        assert all(not rows[5:10].any() for rows in seen[1::2])
+    if size == 4 and rank == 3:  # one of three rows for each rank but the last
+        assert all(not rows.any() for rows in seen[::2])
 
 
 def test_an_all_reduce_hook_sees_the_rows_with_zeros_for_padding_and_may_change_them(run_ranks):
-    for world_size in (1, 2, 3):
+    for world_size in (1, 2, 3, 4):
         run_ranks(world_size, _hook)
 
 
@@ -158,9 +161,9 @@ def test_bad_values_are_refused(run_ranks):
     run_ranks(1, _buffers)
 
 
-def _several_reductions_under_way() -> int:
+def _reductions_under_way(limit: int) -> int:
     model = build()
-    model.set_reduce_scatter_max_input_buffers(3)
+    model.set_reduce_scatter_max_input_buffers(limit)
     model(tokens())
     under_way, most = 0, 0
 
@@ -175,7 +178,8 @@ def _several_reductions_under_way() -> int:
 
 
 def test_more_input_buffers_let_more_reductions_be_under_way(run_ranks):
-    assert run_ranks(2, _several_reductions_under_way) == [3, 3]
+    for limit in (1, 2, 3):
+        assert run_ranks(2, _reductions_under_way, limit) == [limit, limit]
 
 
 def _no_unshard_in_backward() -> list[str]:
