@@ -1,4 +1,4 @@
-"""More public reports about sharding engines, and what a right one does; each test names its own."""
+"""More public reports about sharding engines, and what a right one does; each test names one."""
 
 from __future__ import annotations
 

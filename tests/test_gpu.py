@@ -1,0 +1,83 @@
+"""On a CUDA device, with `pytest -m gpu`: what only a GPU does. The logic is tested on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import Case
+from parity_model import VOCAB, build
+from torch import nn
+
+from minifsdp import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    """A process group of this process alone, on NCCL and gloo."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for step in range(steps):
+        tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
+        logits = model(tokens[:, :-1].cuda()).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().cuda())
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def sharded(**settings) -> nn.Module:
+    model = build(Case())
+    for block in model.layers:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def test_one_gpu_trains_to_the_plain_models_bits():
+    model = sharded()
+    assert all(p.device.type == "cuda" for p in model.parameters())
+    assert torch.equal(torch.stack(train(model)), torch.stack(train(build(Case()).cuda())))
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_offloading_trains_to_the_same_bits_with_shards_on_the_host(pin_memory):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = sharded(mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory))
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    assert all(p.to_local().is_pinned() == pin_memory for p in model.parameters())
+    offloaded = train(model)
+    for ours, kept in zip(offloaded, train(sharded(mp_policy=policy)), strict=True):
+        torch.testing.assert_close(ours, kept, rtol=1e-5, atol=1e-5)
+
+
+def test_the_default_job_runs_on_the_gpu(tmp_path):
+    program = Path(__file__).parents[1] / "train.py"
+    flags = ["--steps", "3", "--batch-size", "8", "--out", str(tmp_path / "run")]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, program, *flags, "--device", "cuda"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
