@@ -62,12 +62,12 @@ class ScheduledUnit(Unit):
         self.forward_prefetch: list[weakref.ref[ScheduledUnit]] = []
         self.backward_prefetch: list[weakref.ref[ScheduledUnit]] = []
         self.predecessors: deque[int | None] = deque(maxlen=_MAX_USES)  # one for each use
-        self._grouped = len(modules) > 1
+        self.is_group = len(modules) > 1
         self._modules = [weakref.ref(module) for module in modules]
         self._still_to_run: set[int] = set()  # ids of a group's modules, during its forward
         for module in modules:
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, always_call=self._grouped)
+            module.register_forward_hook(self.after_forward, always_call=self.is_group)
 
     # Forward
 
@@ -80,7 +80,7 @@ class ScheduledUnit(Unit):
             self.unshard()  # for the recomputation of checkpointed activations
             self._wait()
             return self._cast_inputs(args, kwargs)
-        if self._grouped and not self._still_to_run:
+        if self.is_group and not self._still_to_run:
             self._still_to_run = {id(m()) for m in self._modules}
         entering = self.phase is not Phase.FORWARD
         if self.runtime is None:
@@ -117,7 +117,7 @@ class ScheduledUnit(Unit):
         """Reshard, and have the output's gradient make the parameters whole again."""
         if self.phase is Phase.BACKWARD:
             return self._cast_output(output)
-        if self._grouped:
+        if self.is_group:
             self._still_to_run.discard(id(module))
             if self._still_to_run:
                 return self._cast_output(output)
@@ -212,9 +212,14 @@ class ScheduledUnit(Unit):
 def initialize(module: nn.Module, root: ScheduledUnit) -> None:
     """At the first forward, make `module` the root of all units inside it.
 
-    Raises RuntimeError if one of them already ran as a root, or has parameters on the meta device;
-    ValueError for trainable parameters of several dtypes in a unit.
+    Raises RuntimeError if it is one of a group, if a unit inside already ran as a root, or has
+    parameters on the meta device; ValueError for trainable parameters of several dtypes in a unit.
     """
+    if root.is_group:
+        raise RuntimeError(
+            "a group of modules cannot be the root: call fully_shard on the module that contains "
+            "them too, and run its forward"
+        )
     units: dict[ScheduledUnit, str] = {}
     for path, submodule in module.named_modules():
         unit = unit_of(submodule)

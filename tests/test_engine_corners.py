@@ -11,12 +11,10 @@ import torch.distributed.fsdp as upstream
 from parity import PRECISIONS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import minifsdp
-from minifsdp import clip_grad_norm_, events, fully_shard
-from minifsdp.collectives import Peers, choose, use_collectives
+from minifsdp import events, fully_shard
 
 
 def data(step: int = 0) -> torch.Tensor:
@@ -147,6 +145,7 @@ def _near() -> None:
     model.reshard()
     for block in model:
         block.reshard()
+        assert not block._unit()._near_parts  # nor is a byte kept
     reference = sharded(layers(), upstream)
     for either in (model, reference):
         either(data(1)).square().mean().backward()
@@ -242,129 +241,3 @@ def _last_backward_from_a_child() -> None:
 
 def test_is_last_backward_may_be_said_on_any_unit(run_ranks):
     run_ranks(2, _last_backward_from_a_child)
-
-
-# --- failures
-
-
-class Raising(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("below the root")
-
-
-def _raised_below_the_root() -> None:
-    model = sharded(layers())
-    with pytest.raises(ValueError, match="below the root"):
-        model(Raising.apply(data().requires_grad_())).sum().backward()
-    model.zero_grad()
-    reference = sharded(layers())
-    for either in (model, reference):
-        for p in either.parameters():
-            p.grad = None
-        either(data()).square().mean().backward()
-    assert equal(gradients(model), gradients(reference))
-
-
-def test_an_exception_after_the_roots_backward_does_not_spoil_the_next(run_ranks):
-    run_ranks(2, _raised_below_the_root)
-
-
-def _unsynced_is_lost() -> None:
-    model = sharded(layers())
-    model.set_requires_gradient_sync(False)
-    model(data()).square().mean().backward()
-    model.reset_iter_state()
-    model.set_requires_gradient_sync(True)
-    reference = sharded(layers())
-    for either in (model, reference):
-        either(data(1)).square().mean().backward()
-    assert equal(gradients(model), gradients(reference))
-
-
-def test_reset_iter_state_forgets_unsynced_gradients(run_ranks):
-    for world_size in (1, 2):
-        run_ranks(world_size, _unsynced_is_lost)
-
-
-# --- the rest
-
-
-def _smallest() -> None:
-    model = sharded(layers())
-    model(data()).square().mean().backward()
-    whole = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
-    norm = clip_grad_norm_(model.parameters(), 1e9, norm_type=float("-inf"))
-    assert norm == whole.abs().min()
-
-
-def test_the_norm_of_order_minus_infinity_is_the_smallest_element(run_ranks):
-    for world_size in (1, 2, 4):
-        run_ranks(world_size, _smallest)
-
-
-def _collectives() -> None:
-    peers, device = Peers.of(dist.group.WORLD), torch.device("cpu")
-    with use_collectives("backend"):
-        assert choose(peers, device).name == "backend"
-    assert choose(peers, device).name == "direct"
-    use_collectives("backend")
-    assert choose(peers, device).name == "backend"
-    with pytest.raises(ValueError, match="'gloo'; choose one of: auto, "):
-        use_collectives("gloo")
-    assert choose(peers, device).name == "backend"
-
-
-def test_use_collectives_is_a_setter_and_a_context(run_ranks):
-    run_ranks(2, _collectives)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(5, 5), nn.Linear(5, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(tokens))
-
-
-def _assigned_and_tied() -> None:
-    source, model = fully_shard(Tied()), fully_shard(Tied())
-    state = {name: DTensor.clone(rows) for name, rows in source.state_dict().items()}
-    assert state["embed.weight"] is not state["head.weight"]
-    model.load_state_dict(state, assign=True)
-    assert model.head.weight is model.embed.weight
-    tokens = torch.arange(5)[None]
-    assert torch.equal(model(tokens), source(tokens))
-
-
-def test_assigned_state_stays_tied(run_ranks):
-    run_ranks(2, _assigned_and_tied)
-
-
-class WithCounts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-        self.counts = nn.Parameter(torch.arange(2**24, 2**24 + 7), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.counts.dtype == torch.int64
-        return self.layer(x) * (self.counts[-1] == 2**24 + 6)
-
-
-def _integers() -> None:
-    policy = minifsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = fully_shard(WithCounts(), mp_policy=policy)
-    out = model(data())
-    assert out.dtype == torch.bfloat16 and out.any()
-
-
-def test_integer_parameters_are_not_cast_by_a_policy(run_ranks):
-    for world_size in (1, 2):
-        run_ranks(world_size, _integers)

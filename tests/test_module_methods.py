@@ -148,6 +148,21 @@ def test_settings_that_are_about_speed_change_no_bit(run_ranks, method, args):
     run_ranks(3, _changes_no_bit, method, *args)
 
 
+def _own_group() -> None:
+    model = build()
+    model.set_separate_reduce_scatter_group()
+    groups = {unit._unit().reducer.peers.group for unit in units(model)}
+    assert len(groups) == 1 and groups != {model._unit().home.shards.group}
+    model.set_separate_reduce_scatter_group(False)
+    assert {u._unit().reducer.peers.group for u in units(model)} == {
+        model._unit().home.shards.group
+    }
+
+
+def test_reductions_may_have_a_process_group_of_their_own(run_ranks):
+    run_ranks(2, _own_group)
+
+
 def _buffers() -> None:
     model = build()
     for wrong, error in ((True, TypeError), (1.5, TypeError), (0, ValueError)):

@@ -59,6 +59,8 @@ def _whole(rank0_only: bool, tied: bool) -> None:
     for name, tensor in state.items():
         assert type(tensor) is torch.Tensor and tensor.device.type == "cpu"
         assert torch.equal(tensor, plain[name]), name
+    state["norm.weight"].zero_()  # a copy: editing it changes no model
+    assert model.norm.weight.to_local().all()
     if tied:
         assert state["output.weight"] is state["tok_embeddings.weight"]
 
@@ -89,6 +91,19 @@ def _loaded(everywhere: bool, hsdp: bool) -> None:
 @pytest.mark.parametrize(("world_size", "hsdp"), [(1, False), (3, False), (4, True)])
 def test_a_full_state_is_loaded(run_ranks, everywhere, world_size, hsdp):
     run_ranks(world_size, _loaded, everywhere, hsdp)
+
+
+def _buffers() -> None:
+    model = nn.BatchNorm1d(4)
+    minifsdp.fully_shard(model)
+    model.running_mean.fill_(float(dist.get_rank()))
+    state = {name: torch.full_like(t, 3) for name, t in nn.BatchNorm1d(4).state_dict().items()}
+    load_full_state_dict(model, state if dist.get_rank() == 0 else None)
+    assert (model.running_mean == 3).all() and model.num_batches_tracked == 3
+
+
+def test_buffers_come_from_rank_0_too(run_ranks):
+    run_ranks(2, _buffers)
 
 
 def _refused() -> None:
