@@ -20,9 +20,8 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler writes to stderr
 
@@ -41,44 +40,12 @@ from llama import Llama
 from llama.finetune.data import NO_LOSS
 from llama.finetune.evaluate import answers, exact_match, mean_loss, summed_loss
 from llama.finetune.job import Job, prepare
-from llama.finetune.report import Metrics, PeakMemory, read_metrics, write_json
+from llama.finetune.processes import connect, everywhere, leave
+from llama.finetune.report import Metrics, PeakMemory, describe, read_metrics, write_json
+from llama.finetune.run_folder import PARTS, read_object
 from llama.finetune.schedule import lr_at
 from llama.weights import load_hf, save_hf
 from minifsdp import checkpoint
-
-RUN_FOLDER = ("config.json", "metrics.jsonl", "summary.json", "checkpoints", "export")
-T = TypeVar("T")
-
-
-# ---- The processes --------------------------------------------------------------------------
-
-
-def connect() -> None:
-    """Join torchrun's process group, or make one of this process alone, which needs no port."""
-    # gloo as well on GPUs: for what lies on the CPU, such as offloaded parameters.
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def everywhere(work: Callable[[], T]) -> T:
-    """Do `work` on every rank; if any has bad input, rank 0 says which and all exit with 2."""
-    result, error = None, None
-    try:
-        result = work()
-    except (ValueError, OSError) as reason:
-        error = str(reason)
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    if not any(errors):
-        return result
-    if dist.get_rank() == 0:
-        print(f"train.py: error: {next(filter(None, errors))}", file=sys.stderr, flush=True)
-    dist.all_gather_object(errors, None)  # torchrun ends the others as soon as one leaves
-    sys.exit(2)
-
 
 # ---- The model, sharded ---------------------------------------------------------------------
 
@@ -197,7 +164,8 @@ def train_step(
     total_loss, tokens_in_step = sums.tolist()
     loss, norm = total_loss / targets_in_step, clip(model, job)
     if not math.isfinite(loss + norm):
-        raise RuntimeError(f"step {step + 1}: loss {loss}, gradient norm {norm}: try a lower --lr")
+        where = f"step {step + 1}: loss {loss}, gradient norm {norm}"
+        raise FloatingPointError(f"{where}: try a lower --lr")
     args, warmup = job.args, int(job.args.warmup * job.steps)
     lr = lr_at(step, total_steps=job.steps, warmup_steps=warmup, lr=args.lr, min_lr=args.min_lr)
     for group in optimizer.param_groups:
@@ -229,11 +197,13 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> int:
 
 
 def open_run_folder(job: Job, steps_done: int) -> Metrics | None:
-    """Make the run folder ready, on rank 0, and return its metrics file."""
-    if dist.get_rank() != 0:
+    """Make the run folder ready, on rank 0, and return its metrics file if there will be any."""
+    if dist.get_rank() != 0 or job.summarised:
         return None
+    if steps_done == job.steps:  # lacks its summary, but config.json is of those who trained
+        return Metrics(job.out / "metrics.jsonl", steps_done)
     if job.args.overwrite:
-        for part in (job.out / name for name in RUN_FOLDER):
+        for part in (job.out / name for name in PARTS):
             shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
     job.out.mkdir(parents=True, exist_ok=True)
     about = {"world_size": dist.get_world_size(), "torch": torch.__version__, "steps": job.steps}
@@ -243,12 +213,12 @@ def open_run_folder(job: Job, steps_done: int) -> Metrics | None:
 
 
 class Trained(NamedTuple):
-    """What training measured."""
+    """What training measured; None where no step ran."""
 
     steps: int  # done so far, in all
     eval_loss: float | None
-    tokens_per_second: float  # of all ranks, padding left out
-    peak_bytes: int  # of the rank that took most
+    tokens_per_second: float | None  # of all ranks, padding left out
+    peak_bytes: int | None  # of the rank that took most
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, steps_done: int) -> Trained:
@@ -277,24 +247,26 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, steps_do
     often = 0.5 if sys.stderr.isatty() else 10.0  # seconds between two states of the bar
     quiet = dist.get_rank() != 0
     bar = tqdm(total=job.steps, initial=steps_done, unit="step", disable=quiet, mininterval=often)
-    for step in range(steps_done, end):
-        began = time.perf_counter()
-        logged = train_step(model, optimizer, job, step)
-        steps_done = step + 1
-        speeds.append((logged["tokens"], time.perf_counter() - began))
-        log(steps_done, **logged, seconds=speeds[-1][1])
-        bar.set_postfix(loss=f"{logged['loss']:.4f}", refresh=False)
-        bar.update()
-        if steps_done == measured:
-            memory.stop()
-        if steps_done == end or (args.save_every and steps_done % args.save_every == 0):
-            state = state_of(model, optimizer, steps_done)
-            checkpoint.save(job.out / "checkpoints", steps_done, state)
-        if steps_done == end or (args.eval_every and steps_done % args.eval_every == 0):
-            eval_loss = evaluate(steps_done)
-    bar.close()
-    memory.stop()
-    tokens, seconds = map(sum, zip(*(speeds[2:] or speeds or [(0, math.inf)]), strict=True))
+    with bar, contextlib.closing(memory):
+        for step in range(steps_done, end):
+            began = time.perf_counter()
+            logged = train_step(model, optimizer, job, step)
+            steps_done = step + 1
+            speeds.append((logged["tokens"], time.perf_counter() - began))
+            log(steps_done, **logged, seconds=speeds[-1][1])
+            bar.set_postfix(loss=f"{logged['loss']:.4f}", refresh=False)
+            bar.update()
+            if steps_done == measured:
+                memory.close()
+            if steps_done == end or steps_done % job.save_every == 0:
+                state = state_of(model, optimizer, steps_done)
+                keep = None if args.save_every else 2
+                checkpoint.save(job.out / "checkpoints", steps_done, state, keep)
+            if steps_done == end or (args.eval_every and steps_done % args.eval_every == 0):
+                eval_loss = evaluate(steps_done)
+    if not speeds:
+        return Trained(steps_done, eval_loss, None, None)
+    tokens, seconds = map(sum, zip(*(speeds[2:] or speeds), strict=True))
     peak_bytes = torch.tensor(memory.peak_bytes)
     dist.all_reduce(peak_bytes, dist.ReduceOp.MAX)
     return Trained(steps_done, eval_loss, tokens / seconds, int(peak_bytes))
@@ -316,42 +288,50 @@ def plain(model: nn.Module, job: Job) -> nn.Module:
     return gathered
 
 
-def finish(model: nn.Module, job: Job, trained: Trained, started: float) -> None:
-    """Score the trained model, let it answer, export it, and sum the run up."""
-    args, first = job.args, dist.get_rank() == 0
+def export(model: nn.Module, job: Job) -> None:
+    """Write the model in Hugging Face layout."""
+    folder, first = job.out / "export", dist.get_rank() == 0
+    if first:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was trained on after its end
+    dist.barrier()
+    exported = plain(model, job)
+    if first or job.args.engine in ("minifsdp", "fsdp2"):
+        dtype = getattr(torch, job.args.export_dtype)
+        save_hf(exported, folder, dtype=dtype, tokenizer_path=job.tokenizer.path)
+
+
+def sum_up(model: nn.Module, job: Job, trained: Trained, started: float) -> None:
+    """Score the trained model, let it answer, and write and print the run's summary."""
+    args = job.args
     llama = model.module if args.engine == "ddp" else model
     score = exact_match(llama, job.tokenizer, job.questions) if job.questions else {}
     said = answers(llama, job.tokenizer, job.samples, args.max_new_tokens)
-    export = job.out / "export"
-    if first:
-        shutil.rmtree(export, ignore_errors=True)  # of a run that was resumed after its end
-        for prompt, answer in zip(job.samples, said, strict=True):
-            print(f"{job.tokenizer.decode(prompt)} {answer}")
-    dist.barrier()
-    exported = plain(model, job)
-    if first or args.engine in ("minifsdp", "fsdp2"):
-        dtype = getattr(torch, args.export_dtype)
-        save_hf(exported, export, dtype=dtype, tokenizer_path=job.tokenizer.path)
-    if not first:
+    if dist.get_rank() != 0:
         return
-    steps = [line for line in read_metrics(job.out / "metrics.jsonl") if "loss" in line]
+    for prompt, answer in zip(job.samples, said, strict=True):
+        print(f"{job.tokenizer.decode(prompt)} {answer}")
+    losses = {
+        line["step"]: line["loss"]
+        for line in read_metrics(job.out / "metrics.jsonl")
+        if "loss" in line
+    }
+    trainers = read_object(job.out / "config.json")  # where no step was left to do
     summary = {
         "steps": job.steps,
-        "train_loss_first": steps[0]["loss"],
-        "train_loss_last": steps[-1]["loss"],
+        "train_loss_first": losses.get(1),
+        "train_loss_last": losses.get(job.steps),
         "eval_loss": trained.eval_loss,
         "eval_exact_match": score.get("all"),
         "eval_exact_match_by_kind": {kind: s for kind, s in score.items() if kind != "all"},
         "tokens_per_second": trained.tokens_per_second,
-        "seconds": time.perf_counter() - started,
-        "world_size": dist.get_world_size(),
-        "engine": args.engine,
+        "seconds": time.perf_counter() - started if trained.tokens_per_second else None,
+        "world_size": trainers.get("world_size"),
+        "engine": trainers.get("arguments", {}).get("engine"),
         "parameters": job.config.num_parameters,
         "peak_bytes": trained.peak_bytes,
     }
     write_json(job.out / "summary.json", summary)
-    for key, value in summary.items():
-        print(f"{key}: {value}")
+    print(*describe(summary), sep="\n")
 
 
 def run(started: float) -> None:
@@ -363,7 +343,11 @@ def run(started: float) -> None:
     steps_done = everywhere(lambda: resume(model, optimizer, job)) if job.args.resume else 0
     trained = train(model, optimizer, job, steps_done)
     if trained.steps == job.steps:
-        finish(model, job, trained, started)
+        export(model, job)
+        if not job.summarised:
+            sum_up(model, job, trained, started)
+        if rank == 0:
+            print(f"export: {job.out / 'export'}")
     elif rank == 0:
         print(f"stopped after step {trained.steps} of {job.steps}: --resume goes on from there")
 
@@ -373,6 +357,8 @@ def main() -> None:
     connect()
     try:
         run(started)
+    except FloatingPointError as reason:  # which every rank met
+        leave(1, str(reason))
     finally:
         gc.collect()  # the model holds process groups, whose threads must end before Python does
         dist.destroy_process_group()

@@ -98,8 +98,15 @@ class LlamaConfig:
         (biases, scaled rotary embedding, another activation or head size)."""
         path = Path(dir) / "config.json"
         hf = _read_json(path)
+        for key in ("rope_parameters", "rope_scaling"):
+            if not isinstance(hf.get(key) or {}, dict):
+                raise ValueError(f"{path}: {key!r} must be an object or null, not {hf[key]!r}")
         rope = hf.get("rope_parameters") or {}  # transformers 5; before it, rope_theta by itself
         scaling = hf.get("rope_scaling") or rope
+        theta = rope if rope.get("rope_theta") is not None else hf
+        tied = hf.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise ValueError(f"{path}: 'tie_word_embeddings' must be true or false, not {tied!r}")
         heads = _take(hf, "num_attention_heads", path)
         dim = _take(hf, "hidden_size", path)
         fixed = {
@@ -113,17 +120,18 @@ class LlamaConfig:
         for key, (value, supported) in fixed.items():
             if value != supported:
                 raise ValueError(f"{path}: {key} is {value!r}; this Llama 2 has {supported!r} only")
-        return cls(
+        return cls._from_file(
+            path,
             dim=dim,
             n_layers=_take(hf, "num_hidden_layers", path),
             n_heads=heads,
-            n_kv_heads=hf.get("num_key_value_heads") or heads,
+            n_kv_heads=_take(hf, "num_key_value_heads", path, heads),
             ffn_hidden=_take(hf, "intermediate_size", path),
             vocab_size=_take(hf, "vocab_size", path),
-            norm_eps=hf.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
-            max_seq_len=hf.get("max_position_embeddings", 2048),
-            tie_embeddings=hf.get("tie_word_embeddings", False),
+            norm_eps=_take_number(hf, "rms_norm_eps", path, 1e-6),
+            rope_theta=_take_number(theta, "rope_theta", path, 10000.0),
+            max_seq_len=_take(hf, "max_position_embeddings", path, 2048),
+            tie_embeddings=tied,
         )
 
     @classmethod
@@ -139,20 +147,29 @@ class LlamaConfig:
         dim = _take(meta, "dim", path)
         heads = _take(meta, "n_heads", path)
         multiple = _take(meta, "multiple_of", path)
-        hidden = int((meta.get("ffn_dim_multiplier") or 1.0) * int(2 * 4 * dim / 3))
-        vocab_size = meta.get("vocab_size", -1)
-        theta = float(meta.get("rope_theta") or 10000.0)
-        return cls(
+        hidden = int(_take_number(meta, "ffn_dim_multiplier", path, 1.0) * int(2 * 4 * dim / 3))
+        counted = meta.get("vocab_size", -1) != -1
+        theta = _take_number(meta, "rope_theta", path, 10000.0)
+        return cls._from_file(
+            path,
             dim=dim,
             n_layers=_take(meta, "n_layers", path),
             n_heads=heads,
-            n_kv_heads=meta.get("n_kv_heads") or heads,
+            n_kv_heads=_take(meta, "n_kv_heads", path, heads),
             ffn_hidden=math.ceil(hidden / multiple) * multiple,
-            vocab_size=vocab_size if vocab_size > 0 else _vocabulary_beside(path),
-            norm_eps=meta.get("norm_eps", 1e-5),
+            vocab_size=_take(meta, "vocab_size", path) if counted else _vocabulary_beside(path),
+            norm_eps=_take_number(meta, "norm_eps", path, 1e-5),
             rope_theta=theta,
             max_seq_len=16384 if theta == 1e6 else 4096,
         )
+
+    @classmethod
+    def _from_file(cls, path: Path, **fields: Any) -> LlamaConfig:
+        """The config of `fields`; a ValueError names the file that they are from."""
+        try:
+            return cls(**fields)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def to_hf(self) -> dict[str, Any]:
         """The contents of a `config.json` that transformers reads as LlamaForCausalLM."""
@@ -197,11 +214,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _take(content: dict[str, Any], key: str, path: Path) -> int:
-    value = content.get(key)
+def _take(content: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
+    value = default if content.get(key) is None else content[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{path}: {key!r} must be a positive integer, not {value!r}")
     return value
+
+
+def _take_number(content: dict[str, Any], key: str, path: Path, default: float) -> float:
+    value = default if content.get(key) is None else content[key]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{path}: {key!r} must be a positive number, not {value!r}")
+    return float(value)
 
 
 def _vocabulary_beside(path: Path) -> int:

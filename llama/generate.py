@@ -37,7 +37,9 @@ def generate(
     is through feeds the model a token nobody looks at. A rank whose prompts are refused says so in
     the first exchange, and the others stop too.
     """
-    single = len(prompt_ids) > 0 and not isinstance(prompt_ids[0], Sequence)
+    single = isinstance(prompt_ids, str) or (
+        len(prompt_ids) > 0 and not isinstance(prompt_ids[0], Sequence)
+    )
     prompts = [list(prompt_ids)] if single else [list(prompt) for prompt in prompt_ids]
     groups, device = _ranks_and_device(model)
     refusal = _refusal(model, prompts, max_new_tokens, temperature, top_p)
@@ -72,6 +74,10 @@ def _refusal(
 ) -> str | None:
     """What is wrong with the arguments, if anything."""
     config = model.config
+    if any(isinstance(token, str) for prompt in prompts for token in prompt):
+        return (
+            "generate takes token ids, not text: encode it with encode_dialog or Tokenizer.encode"
+        )
     if max_new_tokens < 0:
         return f"max_new_tokens must not be negative, but is {max_new_tokens}"
     if not temperature >= 0:

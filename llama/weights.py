@@ -6,10 +6,12 @@ parameter, except rank 0, which collects one output file.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +29,7 @@ from llama.parameters import full_copy, local_part, named_parameters, own_rows
 from llama.tokenizer import Tokenizer
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"  # how others name a file that is alone and has no index
 
 _HF_NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -111,7 +113,7 @@ def save_hf(
 
     The model is plain, or sharded by rows (DTensor): then every rank calls this and rank 0 writes.
     Values are cast to `dtype` (default: each parameter's own). Weights go into files of at most
-    `max_shard_bytes` (one larger tensor gets a file to itself), with an index if there are several.
+    `max_shard_bytes` (one larger tensor gets a file to itself), with an index of them.
     All is written beside `dir` and renamed at the end, so `dir` is complete or absent; ValueError
     if it exists and is not an empty folder. A failure on rank 0 is raised on every rank.
     """
@@ -143,8 +145,7 @@ def save_hf(
         unfinished.mkdir(parents=True)
         tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
         _write_descriptions(unfinished, model.config, dtype or _common_dtype(parameters), tokenizer)
-        if len(files) > 1:
-            _write_index(unfinished, files, parameters, dtype)
+        _write_index(unfinished, files, parameters, dtype)
 
     try:
         on_writer(begin)
@@ -156,7 +157,7 @@ def save_hf(
                     held[name] = full.cpu().contiguous()
                 del full
             path = unfinished / _file_name(number, len(files))
-            on_writer(lambda held=held, path=path: save_file(held, path, metadata={"format": "pt"}))
+            on_writer(functools.partial(_write_weights, path, held))
         on_writer(lambda: unfinished.replace(target))
     finally:
         if writes:
@@ -207,7 +208,13 @@ def _divide(
 
 
 def _file_name(number: int, total: int) -> str:
-    return SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+    return f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def _write_weights(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    # safetensors keeps its file to the user: give it the permissions that others get.
+    path.chmod(stat.S_IMODE(path.with_name(INDEX).stat().st_mode))
 
 
 def _write_index(

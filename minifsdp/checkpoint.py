@@ -15,35 +15,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 
 
-def save(directory: str | Path, step: int, state: dict[str, Any]) -> Path:
+def save(directory: str | Path, step: int, state: dict[str, Any], keep: int | None = None) -> Path:
     """Save `state` as the checkpoint of `step`; every rank calls it. Returns its folder.
 
     `state` is a nested dict of tensors, DTensors and plain values, as `get_model_state_dict` and
-    `get_optimizer_state_dict` of torch give it. A checkpoint of the same step is replaced. Raises
-    RuntimeError on every rank if any rank could not write.
+    `get_optimizer_state_dict` of torch give it. A checkpoint of the same step is replaced. With
+    `keep`, once this one is complete, those of earlier steps are deleted but for the `keep` - 1
+    latest. Raises RuntimeError on every rank if any rank could not write.
     """
     directory = Path(directory)
     final = directory / f"step-{step:08d}"
     partial = directory / f".partial-{final.name}"
-    replaced = directory / f".replaced-{final.name}"
 
     def prepare() -> None:
-        for leftover in (partial, replaced):
+        for leftover in (partial, *directory.glob(".replaced-*")):
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
 
     def publish() -> None:
-        if final.exists():
-            os.rename(final, replaced)
+        replaced = [_hide(final)] if final.exists() else []
         os.rename(partial, final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if keep is not None:
+            earlier = [path for path in _complete_in(directory) if step_of(path) < step]
+            replaced += [_hide(path) for path in earlier[: max(0, len(earlier) - (keep - 1))]]
+        for path in replaced:
+            shutil.rmtree(path, ignore_errors=True)
 
     _on_first_rank(prepare, f"cannot prepare checkpoint {final}")
-    dcp.save(state, checkpoint_id=partial, no_dist=not dist.is_initialized())
+    try:
+        dcp.save(state, checkpoint_id=partial, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise RuntimeError(f"cannot write checkpoint {final}: {_reason(error)}") from None
     _on_first_rank(publish, f"cannot complete checkpoint {final}")
     return final
 
@@ -53,8 +60,8 @@ def load(directory: str | Path, state: dict[str, Any]) -> Path:
 
     `directory` is a checkpoint, or the directory of a run's checkpoints: then the latest is read.
     The world size may differ from the one that saved. Raises FileNotFoundError where there is no
-    complete checkpoint and ValueError, before anything is read, where it holds other tensors or
-    shapes than `state`.
+    complete checkpoint, and ValueError, on every rank, where it is damaged or, before anything is
+    read, where it holds other tensors or shapes than `state`.
     """
     path = Path(directory)
     if not _is_complete(path):
@@ -64,7 +71,14 @@ def load(directory: str | Path, state: dict[str, Any]) -> Path:
                 f"{path} holds no complete checkpoint (a folder 'step-NNNNNNNN')"
             )
         path = found
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    remedy = "delete that folder to go on from the checkpoint before it, if there is one"
+    saved, damage = {}, None
+    try:
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # whatever unpickling makes of other bytes
+        damage = f"its .metadata is unreadable: {type(error).__name__}"
+    if damage := _first_of_any_rank(damage):
+        raise ValueError(f"checkpoint {path} is damaged ({damage}): {remedy}")
     saved_shapes = {name: tuple(m.size) for name, m in saved.items() if hasattr(m, "size")}
     shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(state)}
     wrong = [
@@ -78,17 +92,16 @@ def load(directory: str | Path, state: dict[str, Any]) -> Path:
             f"checkpoint {path} is of another shape ({'; '.join(wrong[:3])}{more}): "
             "use the model and optimizer settings that it was saved with"
         )
-    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    try:
+        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise ValueError(f"checkpoint {path} is damaged ({_reason(error)}): {remedy}") from None
     return path
 
 
 def latest(directory: str | Path) -> Path | None:
     """The complete checkpoint of the highest step in `directory`, or None if there is none."""
-    directory = Path(directory)
-    if not directory.is_dir():
-        return None
-    complete = [path for path in directory.iterdir() if _is_complete(path)]
-    return max(complete, key=step_of, default=None)
+    return next(reversed(_complete_in(Path(directory))), None)
 
 
 def step_of(path: Path) -> int:
@@ -97,6 +110,35 @@ def step_of(path: Path) -> int:
     if matched is None:
         raise ValueError(f"{path} is not a checkpoint: its name is not 'step-NNNNNNNN'")
     return int(matched[1])
+
+
+def _complete_in(directory: Path) -> list[Path]:
+    """Complete checkpoints by rising step; none where there is no such directory."""
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if _is_complete(path)), key=step_of)
+
+
+def _hide(path: Path) -> Path:
+    """Rename a checkpoint, so that one deleted in part is not taken for complete."""
+    hidden = path.with_name(f".replaced-{path.name}")
+    os.rename(path, hidden)
+    return hidden
+
+
+def _reason(error: CheckpointException) -> str:
+    """The first line of what one of the ranks met."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+
+
+def _first_of_any_rank(error: str | None) -> str | None:
+    """The error of the lowest rank that has one."""
+    errors = [error]
+    if dist.is_initialized():
+        errors *= dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    return next(filter(None, errors), None)
 
 
 def _is_complete(path: Path) -> bool:

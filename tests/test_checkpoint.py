@@ -69,6 +69,24 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_older_checkpoints_go_once_a_newer_one_is_complete(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, state_with(1.0), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    checkpoint.save(tmp_path, 4, state_with(1.0))
+    assert len(list(tmp_path.iterdir())) == 3
+    checkpoint.save(tmp_path, 5, state_with(1.0), keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+@pytest.mark.parametrize("damage", [".metadata", "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
+    path = checkpoint.save(tmp_path, 1, state_with(1.0))
+    (path / damage).write_bytes((path / damage).read_bytes()[:50])
+    with pytest.raises(ValueError, match=rf"checkpoint {path} is damaged .*delete that folder"):
+        checkpoint.load(tmp_path, state_with(0.0))
+
+
 def test_another_shape_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, state_with(1.0))
     state = state_with(0.0, rows=4)

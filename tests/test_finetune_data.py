@@ -100,6 +100,7 @@ def test_a_dialog_of_just_the_sequence_length_fits_and_one_more_token_is_refused
 ROLES = [{"role": "user", "content": "Hi"}, {"role": "bot", "content": "Hello!"}]
 BAD_LINES = {
     '{"text": "a"': "malformed JSON: Expecting ',' delimiter at column 13",
+    '{"text': "malformed JSON: Unterminated string starting at column 2",
     "text": "malformed JSON: Expecting value at column 1",
     "[" * 100_000: "malformed JSON: maximum recursion",
     '{"text": ' + "9" * 5000 + "}": "malformed JSON: Exceeds the limit",

@@ -145,6 +145,8 @@ def test_generation_leaves_no_graph_and_fills_the_sequence_to_its_last_token():
         (([[1], []], 4), "prompt 1 is empty"),
         (([1, 64], 4), "outside the model's vocabulary of 64"),
         (([1, -1], 4), "outside the model's vocabulary"),
+        (("hello", 4), "generate takes token ids, not text: encode it"),
+        ((["hello", "you"], 4), "generate takes token ids, not text: encode it"),
         (([1], -1), "max_new_tokens must not be negative"),
         (([1], 4, -0.5), "temperature must be 0 or more"),
         (([1], 4, 1.0, 0.0), "top_p must be above 0"),

@@ -217,6 +217,11 @@ def test_config_json_of_transformers_5_keeps_its_rope_theta(tmp_path):
         (dict(attention_bias=True), "attention_bias is True"),
         (dict(head_dim=64), "head_dim is 64"),
         (dict(hidden_size="big"), "'hidden_size' must be a positive integer"),
+        (dict(rms_norm_eps="a"), "'rms_norm_eps' must be a positive number, not 'a'"),
+        (dict(rope_theta="x"), "'rope_theta' must be a positive number, not 'x'"),
+        (dict(rope_scaling="yarn"), "'rope_scaling' must be an object or null, not 'yarn'"),
+        (dict(max_position_embeddings=0), "'max_position_embeddings' must be a positive integer"),
+        (dict(num_key_value_heads=3), "must be a multiple of n_kv_heads"),
     ],
 )
 def test_a_config_json_that_is_not_llama_2_is_refused_by_field(tmp_path, changes, message):

@@ -1,6 +1,8 @@
 """Hugging Face folders: what is written, what is read, and what is refused."""
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,20 @@ def test_files_are_named_sized_and_indexed_as_hugging_face_does(tmp_path):
     assert described["torch_dtype"] == "bfloat16"
 
 
+def test_one_file_has_an_index_too_and_all_files_the_permissions_of_others(tmp_path):
+    umask = os.umask(0o027)
+    try:
+        save_hf(filled(TIED), tmp_path / "export")
+    finally:
+        os.umask(umask)
+    files = list((tmp_path / "export").iterdir())
+    assert "model-00001-of-00001.safetensors" in {path.name for path in files}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * TIED.num_parameters
+    assert set(index["weight_map"].values()) == {"model-00001-of-00001.safetensors"}
+
+
 def test_the_tokenizer_goes_with_the_weights(tmp_path):
     path = train(tmp_path / "any_name.model", bos_id=4, eos_id=5)
     save_hf(filled(CONFIG), tmp_path / "export", tokenizer_path=path)
@@ -103,11 +119,12 @@ def test_any_float_type_loads_into_any_other(tmp_path, stored):
 def test_old_rotary_tables_and_a_repeated_tied_head_are_passed_over(tmp_path):
     model = filled(TIED)
     save_hf(model, tmp_path / "export")
-    path = tmp_path / "export" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, path)
+
+    def change(tensors: dict) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    edit(tmp_path / "export", change)
     loaded = Llama(TIED)
     load_hf(loaded, tmp_path / "export")
     assert_same(loaded, model)
@@ -127,7 +144,11 @@ def test_names_that_wrappers_put_in_are_left_out(tmp_path):
 
 
 def edit(folder: Path, change) -> None:
-    tensors = load_file(folder / "model.safetensors")
+    """Change the tensors of an export of one file, which becomes one without an index."""
+    (folder / "model.safetensors.index.json").unlink()
+    only = folder / "model-00001-of-00001.safetensors"
+    tensors = load_file(only)
+    only.unlink()
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
@@ -194,10 +215,11 @@ def test_loading_after_to_empty_ties_the_head_again(tmp_path):
 def test_an_existing_export_is_never_overwritten(tmp_path):
     (tmp_path / "empty").mkdir()
     save_hf(filled(CONFIG), tmp_path / "empty")
-    before = (tmp_path / "empty" / "model.safetensors").read_bytes()
+    only = tmp_path / "empty" / "model-00001-of-00001.safetensors"
+    before = only.read_bytes()
     with pytest.raises(ValueError, match="empty: exists; remove it or choose another"):
         save_hf(filled(CONFIG, seed=1), tmp_path / "empty")
-    assert (tmp_path / "empty" / "model.safetensors").read_bytes() == before
+    assert only.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["empty"]
 
 

@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        return load_file(self.out / "export" / "model.safetensors")
+        return load_file(self.out / "export" / "model-00001-of-00001.safetensors")
 
 
 def launch(out: Path, ranks: int, *flags: str, code: int = 0) -> Run:
@@ -129,6 +129,8 @@ def test_the_default_job_runs_on_two_ranks_and_leaves_its_folder(tmp_path: Path)
     exported = run.out / "export"
     names = {path.name for path in exported.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.model"} <= names
+    assert "model.safetensors.index.json" in names
+    assert run.stdout.endswith(f"MiB)\nexport: {exported}\n")
     config = LlamaConfig.from_hf(exported)
     assert summary["parameters"] == config.num_parameters
     load_hf(Llama(config), exported)
@@ -221,7 +223,7 @@ def test_a_checkpoint_of_another_shape_is_refused_and_the_run_left_alone(
     trained: Callable[..., Run], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    shutil.copytree(trained("none", 1).out, out)
+    shutil.copytree(trained("none", 1, "--stop-at", "3").out, out)
     recorded = json.loads((out / "config.json").read_text())
     recorded["arguments"]["ffn"] = 96
     (out / "config.json").write_text(json.dumps(recorded))
@@ -264,3 +266,66 @@ def test_metrics_of_a_resumed_run_hold_each_step_once(tmp_path: Path) -> None:
         {"step": 2, "loss": 0.5},
         {"step": 2, "eval_loss": 0.25},
     ]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_finished_run_is_left_alone_and_only_what_it_lacks_is_made(
+    trained: Callable[..., Run], run_ranks: Callable[..., list], tmp_path: Path
+) -> None:
+    whole, run = trained("minifsdp", 2), Run(tmp_path / "run")
+    shutil.copytree(whole.out, run.out)
+    before = files_of(run.out)
+    refused = launch(run.out, 1, "--resume", code=2)
+    assert f"{run.out} is finished (6 of 6 steps): give a larger --steps" in refused.stderr
+    assert files_of(run.out) == before
+    shutil.rmtree(run.out / "export")
+    run_ranks(1, train_in_pool, run.out, ["--resume"])
+    assert files_of(run.out) == before
+    (run.out / "summary.json").unlink()
+    run_ranks(1, train_in_pool, run.out, ["--resume"])
+    unmeasured = dict.fromkeys(("tokens_per_second", "seconds", "peak_bytes"))
+    kept = {key: whole.summary[key] for key in ("train_loss_first", "world_size", "engine")}
+    assert run.summary.items() >= (unmeasured | kept).items()
+    assert (run.out / "config.json").read_bytes() == before["config.json"]
+
+
+def test_a_finished_run_trains_on_and_may_have_lost_its_metrics(
+    trained: Callable[..., Run], run_ranks: Callable[..., list], tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run")
+    shutil.copytree(trained("none", 1).out, run.out)
+    (run.out / "metrics.jsonl").unlink()
+    run_ranks(1, train_in_pool, run.out, ["--resume", "--steps", "8", "--save-every", "1"])
+    assert len(run.losses) == 2
+    assert (run.summary["steps"], run.summary["train_loss_first"]) == (8, None)
+    assert run.summary["train_loss_last"] == run.losses[-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(
+    ranks: int, trained: Callable[..., Run], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(trained("minifsdp", 2, "--save-every", "2", "--eval-every", "2").out, out)
+    last = out / "checkpoints" / "step-00000006"
+    shutil.rmtree(out / "export")
+    weights = next(last.glob("*.distcp"))
+    weights.write_bytes(weights.read_bytes()[:2000])
+    refused = launch(out, ranks, "--resume", code=2 if ranks == 1 else 1)  # torchrun's own
+    assert refused.stderr.count(f"train.py: error: checkpoint {last} is damaged") == 1
+    assert f'File "{TRAIN}"' not in refused.stderr
+    shutil.rmtree(last)
+    launch(out, 1, "--resume")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_message(
+    ranks: int, data: list[str], tmp_path: Path
+) -> None:
+    flags = [*data, *MODEL, *STEPS, "--lr", "1e30", "--clip", "0"]
+    run = launch(tmp_path / "run", ranks, *flags, code=1)
+    assert run.stderr.count("train.py: error: step 2: loss ") == 1
+    assert f'File "{TRAIN}"' not in run.stderr

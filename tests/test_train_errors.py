@@ -26,14 +26,30 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "blank.model").write_text("no model")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "summary.json").write_text("{}")
-    (tmp_path / "full" / "config.json").write_text("{}")
+    (tmp_path / "full" / "config.json").write_text('{"arguments": {}, "model": {}}')
+    (tmp_path / "full" / "export").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "llama"}')
+    for name in ("halted", "done"):
+        (tmp_path / name).mkdir()
+        about = {"arguments": vars(build_parser().parse_args(["--steps", "6"])), "model": {}}
+        (tmp_path / name / "config.json").write_text(json.dumps(about))
+    pretend_checkpoint(tmp_path / "done", 3)
+    (tmp_path / "done" / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.txt").write_text("")
     return tmp_path
 
 
-def checked(flags: str, world_size: int = 1) -> Job:
-    return prepare(["--device", "cpu", *flags.split()], 0, world_size)
+def pretend_checkpoint(out: Path, step: int) -> None:
+    folder = out / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").touch()
+
+
+def checked(flags: str | list[str], world_size: int = 1) -> Job:
+    flags = flags.split() if isinstance(flags, str) else flags
+    return prepare(["--device", "cpu", *flags], 0, world_size)
 
 
 DATA = f"--tokenizer {TOKENIZER_PATH} --data"
@@ -51,7 +67,7 @@ REFUSED = {
     "sequence too long": ("--seq-len 300", r"--seq-len 300 .* 256 tokens"),
     "example too long": (f"{DATA} good.jsonl --seq-len 4", r"good\.jsonl:1: .*--seq-len"),
     "sample too long": ("--max-seq-len 8 --seq-len 8 --sample whoever", r"--sample .* 8 tokens"),
-    "sample with a tag": ("--sample [INST]", r"\[INST\]"),
+    "sample with a tag": ("--sample [INST]", r"--sample .*\[INST\]"),
     "micro-batch": ("--batch-size 8 --micro-batch 3", r"--batch-size 8 .*--micro-batch 3"),
     "heads": ("--dim 100 --heads 3", r"100.*3"),
     "unknown flag": ("--frobnicate", "--frobnicate"),
@@ -68,11 +84,29 @@ REFUSED = {
     "shape beside a model": ("--model full --dim 8", "drop --dim"),
     "folder in use": ("--out full", r"full exists.*--resume.*--overwrite"),
     "folder of something else": ("--out foreign --overwrite", "foreign holds something else"),
+    "folder of a model": ("--out other --overwrite", "other holds something else"),
+    "model to be replaced": ("--model other --out other --overwrite", "other is --model other"),
+    "run inside the model": ("--model other --out other/run", "other/run is --model other, or in"),
+    "export of the run": ("--model full/export --out full --overwrite", "full/export, which this"),
+    "missing model beside a run": ("--model absent --out full", "--model absent: no such folder"),
+    "run as a model": ("--model full", "--model full is a run folder: its model is full/export$"),
+    "run without its export": ("--model halted", "halted/export, once it has finished"),
+    "tokenizer that is a folder": ("--tokenizer foreign", "--tokenizer foreign is a folder"),
+    "seed too large": (f"--seed {2**64}", r"--seed: must be from -2\*\*63 to 2\*\*64 - 1, not 18"),
+    "blank sample": (["--sample", ""], "--sample '': .*blank"),
+    "evaluating nothing": (f"{DATA} good.jsonl --eval-every 2", "--eval-every needs --eval-data"),
+    "run that has no checkpoint": (
+        "--out halted --resume",
+        "halted was stopped before its first checkpoint: .*--overwrite.*--save-every STEPS",
+    ),
+    "fewer steps than done": ("--out done --resume --steps 2", "done 3 steps, more than the 2"),
+    "stop before what is done": ("--out done --resume --stop-at 3", "--stop-at 3: done has done 3"),
+    "damaged metrics": ("--out done --resume", r"done/metrics\.jsonl:2: damaged"),
     "folder that is a file": ("--out good.jsonl", "is a file"),
     "input to be deleted": (f"{DATA} full/x.jsonl --out full --overwrite", r"full/x\.jsonl"),
     "resume and overwrite": ("--resume --overwrite", "--resume .*--overwrite"),
     "resume nothing": ("--out new --resume", r"new/config\.json is missing"),
-    "resume something damaged": ("--out full --resume", r"full/config\.json"),
+    "resume something damaged": ("--out other --resume", r"other/config\.json"),
     "offload without shards": ("--engine ddp --cpu-offload", "--cpu-offload .*--engine ddp"),
     "bf16 without shards": ("--engine none --bf16", "--bf16 .*--engine none.*minifsdp"),
     "resharding without shards": ("--engine ddp --reshard-after-forward", "--reshard-after-for"),
@@ -110,12 +144,38 @@ def test_an_empty_folder_may_be_used_and_a_run_folder_overwritten(in_tmp: Path) 
 def test_a_resumed_run_keeps_its_flags_but_for_those_given_anew(in_tmp: Path) -> None:
     job = checked("--out new --batch-size 8 --steps 40 --lr 0.01 --tie-embeddings")
     Path("new").mkdir()
-    Path("new/config.json").write_text(json.dumps({"arguments": vars(job.args)}))
+    Path("new/config.json").write_text(json.dumps({"arguments": vars(job.args), "model": {}}))
+    pretend_checkpoint(Path("new"), 3)
     again = checked("--out new --resume --steps 50")
     assert vars(again.args) == vars(job.args) | {"resume": True, "steps": 50}
     assert again.config == job.config
     with pytest.raises(ValueError, match="--seed 1 differs from 0"):
         checked("--out new --resume --seed 1")
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "steps"),
+    [("--epochs 2", "--steps 9", 9), ("--steps 9", "--epochs 8", 16), ("--epochs 2", "", 4)],
+)
+def test_a_resumed_run_may_change_how_its_length_is_given(
+    first: str, then: str, steps: int, in_tmp: Path
+) -> None:
+    job = checked(f"{DATA} good.jsonl --batch-size 1 --out new {first}")
+    Path("new").mkdir()
+    Path("new/config.json").write_text(json.dumps({"arguments": vars(job.args), "model": {}}))
+    pretend_checkpoint(Path("new"), 3)
+    assert checked(f"--out new --resume {then}").steps == steps
+
+
+def test_query_heads_alone_set_the_key_heads_too(in_tmp: Path) -> None:
+    assert checked("--heads 2").config.n_kv_heads == 2
+    assert checked("--heads 4 --kv-heads 1").config.n_kv_heads == 1
+
+
+def test_checkpoints_come_often_enough_to_go_on_from(in_tmp: Path) -> None:
+    assert checked("--steps 5000").save_every == 500
+    assert checked("--steps 200").save_every == 100
+    assert checked("--steps 200 --save-every 3").save_every == 3
 
 
 def test_every_flag_has_help_of_one_line() -> None:

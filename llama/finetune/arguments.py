@@ -1,9 +1,12 @@
 """The flags of `train.py`, and what can be said against them before a file is read."""
 
 import argparse
-import json
 import math
+import os
 from pathlib import Path
+from typing import Any
+
+from llama.finetune.run_folder import check_apart, recorded_flags
 
 ENGINES = ("minifsdp", "fsdp2", "fsdp1", "ddp", "none")
 CANNOT = {  # a flag, and the engines that cannot honour it
@@ -32,6 +35,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ValueError(f"{message} (--help lists the flags)")
 
+    def print_help(self, file: Any = None) -> None:
+        """Once, however many ranks are asked."""
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
 
 def _whole(text: str) -> int:
     """A whole number above 0."""
@@ -47,27 +55,35 @@ def _amount(text: str) -> float:
     return float(text)
 
 
+def _seed(text: str) -> int:
+    """A seed that torch's generators take."""
+    if not -(2**63) <= int(text) < 2**64:
+        raise argparse.ArgumentTypeError(f"must be from -2**63 to 2**64 - 1, not {text}")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The flags in groups; one that is None unless given has its default where it is used."""
     about = "Train a Llama 2; without flags, a tiny one on made-up tasks."
     parser = _Parser(description=about, allow_abbrev=False)
-    switch = {"action": "store_true"}
+    switch, default = {"action": "store_true"}, "default: %(default)s"
 
     add = parser.add_argument_group("run").add_argument
     add("--name", help="name of the run; default: the first data file's, or tasks")
     add("--out", metavar="DIR", help="run folder; default: runs/NAME")
     add("--resume", **switch, help="continue the run in --out from its last checkpoint")
     add("--overwrite", **switch, help="replace the run in --out")
-    add("--engine", choices=ENGINES, default="minifsdp", help="how the ranks share the work")
+    add("--engine", choices=ENGINES, default="minifsdp", help=f"sharing of the work; {default}")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    add("--seed", type=int, default=0, help="of the weights, the tasks and the order of the data")
-    add("--save-every", type=_whole, metavar="STEPS", help="default: one checkpoint, at the end")
+    add("--seed", type=_seed, default=0, help=f"of weights, tasks and order of the data; {default}")
+    often = "default: a tenth of the steps, at least 100; the last two are kept"
+    add("--save-every", type=_whole, metavar="STEPS", help=often)
     add("--eval-every", type=_whole, metavar="STEPS", help="default: before and after training")
     add("--stop-at", type=_whole, metavar="STEP", help="stop there, to be resumed later")
     add("--sample", nargs="+", metavar="PROMPT", help="put to the trained model; default: a few")
-    add("--max-new-tokens", type=_whole, default=64, help="longest answer to a sample, in tokens")
+    add("--max-new-tokens", type=_whole, default=64, help=f"longest answer, in tokens; {default}")
     dtypes = ("float32", "bfloat16", "float16")
-    add("--export-dtype", choices=dtypes, default="float32", help="of the weights in OUT/export")
+    add("--export-dtype", choices=dtypes, default="float32", help=f"of OUT/export; {default}")
 
     add = parser.add_argument_group("model").add_argument
     add("--model", metavar="DIR", help="start from this model in Hugging Face layout")
@@ -75,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dim", type=_whole, help="width")
     add("--layers", type=_whole, help="number of blocks")
     add("--heads", type=_whole, help="query heads")
-    add("--kv-heads", type=_whole, help="key and value heads")
+    add("--kv-heads", type=_whole, help="key and value heads; default: as --heads if given")
     add("--ffn", type=_whole, help="width inside the feed-forward")
     add("--vocab", type=_whole, help="default: the preset's if one is given, or the tokenizer's")
     add("--max-seq-len", type=_whole, help="longest sequence the model takes, in tokens")
@@ -93,10 +109,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=_whole, help="sequences a step, over all ranks; default: 120, data 16")
     add("--micro-batch", type=_whole, help="sequences a rank takes at once; default: its share")
     add("--lr", type=_amount, help="highest learning rate; default: 3e-3, with --model 5e-5")
-    add("--min-lr", type=_amount, default=0.0, help="learning rate at the end of the cosine")
-    add("--warmup", type=_amount, default=0.03, help="share of the steps that warm up, below 1")
+    add("--min-lr", type=_amount, default=0.0, help=f"learning rate at the end; {default}")
+    add("--warmup", type=_amount, default=0.03, help=f"share of the steps, below 1; {default}")
     add("--weight-decay", type=_amount, help="of the matrices; default: 0.1, with --model 0.01")
-    add("--clip", type=_amount, default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--clip", type=_amount, default=1.0, help=f"largest gradient norm, 0: none; {default}")
 
     add = parser.add_argument_group("memory and speed").add_argument
     add("--bf16", **switch, help="compute in bfloat16 over float32 weights and reductions")
@@ -112,7 +128,7 @@ def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
     """The flags of a run, checked; with --resume, the run's own stand unless given anew.
 
     Raises ValueError for flags that contradict one another, the engine or the number of ranks, and
-    for a run folder that is not to be touched.
+    for a run folder among the inputs.
     """
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -142,51 +158,32 @@ def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
     if not args.data and (args.eval_data or args.epochs):
         given = "--eval-data" if args.eval_data else "--epochs"
         raise ValueError(f"{given} goes with --data: the made-up tasks evaluate themselves")
-    _check_run_folder(Path(args.out), args)
+    if args.eval_every and args.data and not args.eval_data:
+        raise ValueError("--eval-every needs --eval-data, a JSONL to evaluate on")
+    paths = [args.model, args.tokenizer, *(args.data or []), *(args.eval_data or [])]
+    check_apart(Path(args.out), args.model, [path for path in paths if path])
     return args
-
-
-def _check_run_folder(out: Path, args: argparse.Namespace) -> None:
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"run folder {out} is a file: choose another --out")
-    if not out.exists() or not any(out.iterdir()):
-        return
-    if not (args.resume or args.overwrite):
-        raise ValueError(
-            f"run folder {out} exists: continue that run with --resume, replace it with "
-            "--overwrite, or choose another --out or --name"
-        )
-    if not (out / "config.json").exists():
-        raise ValueError(f"{out} holds something else than a run: choose another --out")
-    inputs = [args.model, args.tokenizer, *(args.data or []), *(args.eval_data or [])]
-    inside = [path for path in inputs if path and out.resolve() in Path(path).resolve().parents]
-    if args.overwrite and inside:
-        raise ValueError(f"--overwrite would delete {inside[0]}, which this run reads")
 
 
 def _recorded(
     parser: argparse.ArgumentParser, argv: list[str], args: argparse.Namespace
 ) -> argparse.Namespace:
     """The flags of the run to resume, changed by those in `argv`."""
-    path = _run_folder(args) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"--resume: {path} is missing, so there is no run to continue")
-    try:
-        recorded = json.loads(path.read_text())["arguments"] | {"stop_at": None, "overwrite": False}
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"--resume: {path} is damaged: it holds no flags of a run") from None
+    folder = _run_folder(args)
+    recorded = recorded_flags(folder) | {"stop_at": None, "overwrite": False}
     # A value that the namespace has already is kept unless its flag is given.
     resumed = parser.parse_args(argv, argparse.Namespace(**recorded))
     for flag in FIXED:
         if (given := getattr(resumed, flag)) != recorded.get(flag):
             raise ValueError(
-                f"{_named(flag)} {given} differs from {recorded.get(flag)} in {path}, which a "
+                f"{_named(flag)} {given} differs from {recorded.get(flag)} in {folder}, which a "
                 "resumed run keeps: drop the flag, or start another run"
             )
-    for flag, other in (("steps", "epochs"), ("epochs", "steps")):
-        if getattr(resumed, flag) != recorded.get(flag):
-            setattr(resumed, other, None)
-    resumed.out = args.out or str(path.parent)
+    lengths = ("steps", "epochs")
+    changed = [flag for flag in lengths if getattr(resumed, flag) != recorded.get(flag)]
+    if len(changed) == 1:  # it stands for the other, too
+        setattr(resumed, *(flag for flag in lengths if flag not in changed), None)
+    resumed.out = str(folder)
     return resumed
 
 

@@ -84,7 +84,9 @@ def _parse(line: bytes, first: bool) -> dict[str, Any]:
         # JSON can spell half of a surrogate pair, which is no character.
         json.dumps(content, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
-        raise ValueError(f"malformed JSON: {error.msg} at column {error.colno}") from None
+        raise ValueError(
+            f"malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        ) from None
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         raise ValueError(f"{half} is half of a surrogate pair, not a character") from None

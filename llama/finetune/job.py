@@ -14,6 +14,12 @@ from llama.finetune import tasks
 from llama.finetune.arguments import SHAPE, parse_args
 from llama.finetune.data import Batches, Example, load_jsonl
 from llama.finetune.evaluate import Question
+from llama.finetune.run_folder import (
+    check_free,
+    check_model_folder,
+    check_resumable,
+    is_summarised,
+)
 
 DATA_SEQ_LEN = 2048  # tokens
 TASK_STEPS, TASK_EXAMPLES, TASK_QUESTIONS = 1200, 150_000, 500
@@ -30,6 +36,8 @@ class Job(NamedTuple):
     batches: Batches
     steps: int  # optimizer steps of the whole run
     micro_batch: int  # sequences a rank takes at once
+    save_every: int  # steps between two checkpoints
+    summarised: bool  # resumed at its end for a lost export, which its summary outlived
     evaluation: list[Example]
     questions: list[Question]  # with one right answer each, so of the tasks only
     samples: list[list[int]]  # prompts to answer at the end, as token ids
@@ -39,6 +47,10 @@ def prepare(argv: list[str], rank: int, world_size: int) -> Job:
     """Read flags and data; ValueError or OSError for what cannot be run, naming the remedy."""
     args = parse_args(argv, world_size)
     device = choose_device(args)
+    if args.model:
+        check_model_folder(args.model)
+    if args.tokenizer and Path(args.tokenizer).is_dir():
+        raise ValueError(f"--tokenizer {args.tokenizer} is a folder: give a file, tokenizer.model")
     beside = Path(args.model, "tokenizer.model") if args.model else tasks.TOKENIZER_PATH
     tokenizer = Tokenizer(args.tokenizer or beside)
     config = choose_model(args, tokenizer)
@@ -58,6 +70,12 @@ def prepare(argv: list[str], rank: int, world_size: int) -> Job:
     def ask(prompt: str) -> list[int]:
         return encode_dialog(tokenizer, [{"role": "user", "content": prompt}])[0]
 
+    def sample(prompt: str) -> list[int]:
+        try:
+            return ask(prompt)
+        except ValueError as reason:
+            raise ValueError(f"--sample {prompt!r}: {reason}") from None
+
     if args.data:
         examples, evaluation, questions = read(args.data), read(args.eval_data or []), []
         steps = args.steps or max(1, len(examples) * (args.epochs or 3) // args.batch_size)
@@ -69,20 +87,29 @@ def prepare(argv: list[str], rank: int, world_size: int) -> Job:
         evaluation = encode(held_out)
         questions = [Question(kind, ask(m[0]["content"]), m[1]["content"]) for kind, m in held_out]
         opened = [question.prompt for question in questions[:10]]
-    samples = [ask(prompt) for prompt in args.sample] if args.sample else opened
+    samples = [sample(prompt) for prompt in args.sample] if args.sample else opened
     if max(map(len, samples)) >= config.max_seq_len:
         raise ValueError(f"a --sample leaves no room for an answer in {config.max_seq_len} tokens")
     batches = Batches(examples, args.batch_size, args.seed, tokenizer.pad_id, rank, world_size)
     micro_batch = args.micro_batch or args.batch_size // world_size
+    out = Path(args.out)
+    summarised = False
+    if args.resume:
+        done = check_resumable(out, steps, args.stop_at)
+        summarised = done == steps and is_summarised(out, steps)
+    else:
+        check_free(out, args.overwrite)
     return Job(
         args,
-        Path(args.out),
+        out,
         device,
         config,
         tokenizer,
         batches,
         steps,
         micro_batch,
+        args.save_every or max(100, -(-steps // 10)),
+        summarised,
         evaluation,
         questions,
         samples,
@@ -109,11 +136,13 @@ def choose_model(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaConfig:
         if not args.preset:  # a model of one's own takes the text as it is
             shape["vocab_size"] = args.vocab or tokenizer.vocab_size
             shape["max_seq_len"] = args.max_seq_len or (DATA_SEQ_LEN if args.data else None)
+        shape["n_kv_heads"] = args.kv_heads or args.heads
         given = {field: value for field, value in shape.items() if value is not None}
         config = replace(LlamaConfig.preset(args.preset or "tiny"), **given)
     if tokenizer.vocab_size > config.vocab_size:
+        remedy = "" if args.model else ", or raise --vocab"
         raise ValueError(
             f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} pieces, the model a vocabulary "
-            f"of {config.vocab_size}: use the model's own tokenizer, or raise --vocab"
+            f"of {config.vocab_size}: use the model's own tokenizer{remedy}"
         )
     return config

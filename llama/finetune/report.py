@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,35 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; the last is left out if a killed run wrote it only partly."""
+    """The lines of a `metrics.jsonl`, none if it is missing.
+
+    The last is left out if a killed run wrote it only partly. ValueError as "file:line: reason".
+    """
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_metrics_line(line, f"{path}:{at}") for at, line in enumerate(lines[:-1], start=1)]
+
+
+def _metrics_line(line: str, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("step"), int):
+        raise ValueError(
+            f"{where}: damaged, not a JSON object with a step: mend or delete the line"
+        )
+    return content
+
+
+def describe(summary: dict[str, Any]) -> Iterator[str]:
+    """The lines of a summary for a screen: without what was not measured, bytes in MiB as well."""
+    for key, value in summary.items():
+        if value is None or value == {}:
+            continue
+        mebibytes = f" ({value / 2**20:,.1f} MiB)" if key.endswith("_bytes") else ""
+        yield f"{key}: {value}{mebibytes}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -53,7 +77,7 @@ class PeakMemory:
 
     On CUDA the allocator counts them itself, over the life of the process. On a CPU there is no
     such counter, and the resident size of a process says little about its tensors, so the first
-    training steps, between `start` and `stop`, run under torch's profiler: the peak is what was
+    training steps, between `start` and `close`, run under torch's profiler: the peak is what was
     held at the start (`held`: parameters and any optimizer state) plus the highest running total of
     allocations less releases since. Two steps are enough, and needed: the first makes optimizer
     state and what else lasts. What an engine had allocated for itself before is not seen.
@@ -67,7 +91,7 @@ class PeakMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes; on a CPU 0 until `stop`."""
+        """Bytes; on a CPU 0 until `close`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return self._peak_bytes
@@ -79,7 +103,7 @@ class PeakMemory:
             self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profiler.start()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the measurement, if one is going on."""
         if self._profiler is None:
             return

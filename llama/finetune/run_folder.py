@@ -1,0 +1,111 @@
+"""A run's folder: how it is known, when it may be written to, and where the run in it stands."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llama.finetune.report import read_metrics
+from minifsdp import checkpoint
+
+# What `--overwrite` deletes. `config.json`, by which a run's folder is known, is replaced instead.
+PARTS = ("metrics.jsonl", "summary.json", "checkpoints", "export")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether `folder` is a run's: its `config.json` holds flags and a model."""
+    content = read_object(folder / "config.json")
+    return all(isinstance(content.get(key), dict) for key in ("arguments", "model"))
+
+
+def recorded_flags(folder: Path) -> dict[str, Any]:
+    """The flags of the run in `folder`; ValueError where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"--resume: {path} is missing, so there is no run to continue")
+    if not is_run(folder):
+        raise ValueError(f"--resume: {path} is damaged, or no run's: it holds no flags of a run")
+    return read_object(path)["arguments"]
+
+
+def check_apart(out: Path, model: str | None, inputs: Sequence[str]) -> None:
+    """ValueError if the run would write among what it reads, or delete it.
+
+    `inputs` are all paths that it reads, `model` among them.
+    """
+    folder = out.resolve()
+    if model and Path(model).resolve() in (folder, *folder.parents):
+        raise ValueError(f"run folder {out} is --model {model}, or inside it: choose another --out")
+    for path in inputs:
+        if folder in Path(path).resolve().parents:
+            raise ValueError(f"{path}, which this run reads, is in run folder {out}: move one")
+
+
+def check_model_folder(model: str) -> None:
+    """FileNotFoundError or ValueError for a --model that is no folder, or a run's."""
+    if not Path(model).is_dir():
+        raise FileNotFoundError(f"--model {model}: no such folder")
+    if is_run(Path(model)):
+        export = Path(model, "export")
+        when = "" if export.is_dir() else ", once it has finished"
+        raise ValueError(f"--model {model} is a run folder: its model is {export}{when}")
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """ValueError if a new run may not use the folder `out`."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"run folder {out} is a file: choose another --out")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not is_run(out):
+        raise ValueError(
+            f"{out} holds something else than a run (config.json has no flags of one): "
+            "choose another --out"
+        )
+    if not overwrite:
+        raise ValueError(
+            f"run folder {out} exists: continue that run with --resume, replace it with "
+            "--overwrite, or choose another --out or --name"
+        )
+
+
+def check_resumable(out: Path, steps: int, stop_at: int | None) -> int:
+    """The steps that the run in `out` has done.
+
+    ValueError if it has no checkpoint to go on from, nothing to do up to `steps`, or is damaged.
+    """
+    last = checkpoint.latest(out / "checkpoints")
+    if last is None:
+        raise ValueError(
+            f"{out} was stopped before its first checkpoint: start it again with --overwrite, and "
+            "save more often with --save-every STEPS"
+        )
+    done = checkpoint.step_of(last)
+    if done > steps:
+        raise ValueError(
+            f"{out} has done {done} steps, more than the {steps} of this run: give a larger "
+            "--steps or --epochs"
+        )
+    if done == steps and is_summarised(out, steps) and (out / "export").is_dir():
+        raise ValueError(
+            f"{out} is finished ({done} of {steps} steps): give a larger --steps or --epochs to "
+            "train on"
+        )
+    if stop_at and stop_at <= done < steps:
+        raise ValueError(f"--stop-at {stop_at}: {out} has done {done} steps already: raise it")
+    read_metrics(out / "metrics.jsonl")  # refused here, if damaged, before anything is changed
+    return done
+
+
+def is_summarised(out: Path, steps: int) -> bool:
+    """Whether `out` has the summary of a run of `steps` steps, not one of before it trained on."""
+    return read_object(out / "summary.json").get("steps") == steps
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty if it is missing or something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
