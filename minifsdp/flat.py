@@ -43,14 +43,21 @@ class FlatShard:
             for view, local in zip(self.views(), rows, strict=True):
                 view.copy_(local)
 
-    def views(self, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Each parameter's local rows, (rows here, *shape[1:]), inside the shard or its like."""
-        flat = self.flat if flat is None else flat
+    def views(self) -> list[torch.Tensor]:
+        """Each parameter's local rows, (rows here, *shape[1:]), inside the shard.
+
+        Each has a storage object of its own, a slice of the shard's memory: saving or copying one
+        then takes its own bytes alone, and torch can pickle it (it cannot pickle a DTensor whose
+        rows begin in the middle of a storage).
+        """
         views = []
-        for param, layout, offset in zip(
-            self.params, self.layouts, self.piece.offsets, strict=True
-        ):
-            rows = len(layout.rows_of(self.rank))
-            local = flat[offset : offset + rows * layout.row_numel]
-            views.append(local.view(rows, *param.shape[1:]))
+        for param, layout, start in zip(self.params, self.layouts, self.piece.offsets, strict=True):
+            shape = (len(layout.rows_of(self.rank)), *param.shape[1:])
+            stop = start + layout.numel_of(self.rank)
+            if self.flat.is_meta or start == stop:
+                views.append(self.flat[start:stop].view(shape))
+                continue
+            size = self.flat.element_size()
+            memory = self.flat.untyped_storage()[start * size : stop * size]
+            views.append(self.flat.new_empty(0).set_(memory).view(shape))
         return views

@@ -17,7 +17,7 @@ from . import debug, events
 from .nest import cast_floating, grad_tensors, map_tensors, replace_grad_tensors
 from .reduction import GradientReducer, refuse_higher_order
 from .runtime import Phase, Runtime, alive, backward_is_running
-from .unit import Unit
+from .unit import State, Unit
 
 UNIT_ATTRIBUTE = "_minifsdp_unit"
 _MAX_USES = 64  # forwards of one unit, before a backward, whose order is remembered
@@ -200,9 +200,9 @@ class ScheduledUnit(Unit):
         if self.reducer.syncs:
             self.runtime.reduce(self)
 
-    def reset(self) -> None:
+    def give_up(self, accumulated: bool) -> None:
         """Give up this unit's part of an iteration."""
-        self.reducer.reset()
+        self.reducer.give_up(accumulated)
         self.reshard()
         self.phase = Phase.IDLE
         self.predecessors.clear()
@@ -235,7 +235,7 @@ def initialize(module: nn.Module, root: ScheduledUnit) -> None:
     runtime = Runtime(list(units))
     for index, (unit, path) in enumerate(units.items()):
         unit.name = path or "root"
-        if not unit.is_adopted():
+        if unit.state is State.SHARDED and not unit.is_adopted():
             unit.adopt()
         for param in unit.params:
             param.name = names.get(id(param.sharded), param.name)

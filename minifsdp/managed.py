@@ -22,7 +22,8 @@ def check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(f"fully_shard takes modules, not {type(module).__name__}: {module!r}")
     name = type(module).__name__
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    has_forward = type(module).forward is not nn.Module.forward
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward:
         raise ValueError(f"{name} has no forward to hook: shard the modules inside it instead")
     if unit_of(module) is not None:
         raise ValueError(f"{name} is already sharded: call fully_shard once for each module")

@@ -64,7 +64,7 @@ class FSDPModule:
             return
         if self._unit().index != 0:
             raise RuntimeError("reset_iter_state is for the root: call it on the outermost module")
-        runtime.reset()
+        runtime.give_up(accumulated=True)
 
     # What travels
 

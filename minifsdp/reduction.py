@@ -116,7 +116,8 @@ class GradientReducer:
 
     def _place(self, param: ShardedParam, grad: torch.Tensor, dtype: torch.dtype) -> None:
         if self._filling is None:
-            self._begin([p for p in self.unit.params if p.requires_grad], dtype)
+            kept = {param, *self._unsynced, *self._late}  # perhaps frozen since
+            self._begin([p for p in self.unit.params if p.requires_grad or p in kept], dtype)
         message, offset = self._filling.message, self._offsets[param]
         if param in self._filled:
             earlier = take_rows(message, offset, param).to(grad.dtype)
@@ -277,15 +278,16 @@ class GradientReducer:
         for hook in post_accumulate_hooks(sharded):
             hook(sharded)
 
-    def reset(self) -> None:
-        """Forget every gradient that was not handed out, accumulated ones included."""
+    def give_up(self, accumulated: bool) -> None:
+        """Forget gradients of this backward that were not handed out; and the accumulated ones?"""
         for pending in (self._scatter, self._replicate):
             if pending is not None:
                 pending.wait()
         if self._filling is not None:
             self._filling.discard()
-        self._unsynced.clear()
-        self._partial = None
+        if accumulated:
+            self._unsynced.clear()
+            self._partial = None
         self._forget()
 
 

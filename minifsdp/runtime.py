@@ -73,11 +73,11 @@ class Runtime:
         recomputing = backward_is_running()
         outermost = self.forward_root
         if outermost is not None and unit.phase is Phase.FORWARD and unit is outermost:
-            self.reset()  # no unit contains itself: the last forward raised
+            self.give_up()  # no unit contains itself: the last forward raised
         elif outermost is not None and unit.index == 0:
-            self.reset()  # nor the root
+            self.give_up()  # nor the root
         elif self.callback_queued and not recomputing:
-            self.reset()  # the last backward raised
+            self.give_up()  # the last backward raised
         if not recomputing:
             self._entered.append(unit.index)
         if self.forward_root is not None:
@@ -151,10 +151,13 @@ class Runtime:
             if unit.state is State.GATHERING:
                 unit.reshard()
 
-    def reset(self) -> None:
-        """Give up an iteration: nothing under way, no gradient half reduced, all sharded."""
+    def give_up(self, accumulated: bool = False) -> None:
+        """Give up an iteration: nothing under way, no gradient half reduced, all sharded.
+
+        What earlier micro-batches have accumulated is kept, unless `accumulated` is given up too.
+        """
         for unit in self.units():
-            unit.reset()
+            unit.give_up(accumulated)
         self._pending.clear()
         self.callback_queued = False
         self.forward_root = self._last_left = None

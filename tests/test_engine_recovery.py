@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from types import SimpleNamespace
 
 import pytest
@@ -218,3 +220,108 @@ def _integers() -> None:
 def test_integer_parameters_are_not_cast_by_a_policy(run_ranks):
     for world_size in (1, 2):
         run_ranks(world_size, _integers)
+
+
+# --- found by somebody who set out to break the engine
+
+
+def _saved_alone() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 200)))
+    model(data()).sum().backward()
+    for name, rows in model.state_dict().items():
+        file = io.BytesIO()
+        torch.save(rows, file)
+        assert file.tell() < rows.to_local().nbytes + 4096, name
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=False).to_local(), rows.to_local())
+    again = copy.deepcopy(model.state_dict())
+    assert equal([r.to_local() for r in again.values()], [p.to_local() for p in model.parameters()])
+
+
+def test_each_parameters_rows_can_be_saved_and_copied_on_their_own(run_ranks):
+    for world_size in (1, 2):
+        run_ranks(world_size, _saved_alone)
+
+
+def _unshard_first() -> None:
+    model, reference = sharded(layers()), sharded(layers())
+    for unit in [model, *model]:
+        unit.unshard()
+    for either in (model, reference):
+        either(data()).square().mean().backward()
+    assert equal(gradients(model), gradients(reference))
+
+
+def test_units_may_be_unsharded_before_the_first_forward(run_ranks):
+    for world_size in (1, 2):
+        run_ranks(world_size, _unshard_first)
+
+
+def _frozen_after_unsynced() -> None:
+    model, reference = sharded(layers()), sharded(layers())
+    for either in (model, reference):
+        either.set_requires_gradient_sync(False)
+        either(data()).square().mean().backward()
+    model[0][0].bias.requires_grad_(False)
+    for either in (model, reference):
+        either.set_requires_gradient_sync(True)
+        either(data(1)).square().mean().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if name != "0.0.bias":
+            assert torch.equal(ours.grad.to_local(), theirs.grad.to_local()), name
+
+
+def test_a_parameter_may_be_frozen_after_an_unsynced_micro_batch(run_ranks):
+    run_ranks(2, _frozen_after_unsynced)
+
+
+def _skipped_micro_batch() -> None:
+    model, reference = sharded(layers()), sharded(layers())
+    for either in (model, reference):
+        either.set_requires_gradient_sync(False)
+        either(data()).square().mean().backward()
+        if either is model:
+            with pytest.raises(RuntimeError):
+                model(torch.ones(2, 4))  # a bad batch, skipped
+        either.set_requires_gradient_sync(True)
+        either(data(1)).square().mean().backward()
+    assert equal(gradients(model), gradients(reference))
+
+
+def test_a_skipped_micro_batch_costs_none_of_the_earlier_ones(run_ranks):
+    for world_size in (1, 2):
+        run_ranks(world_size, _skipped_micro_batch)
+
+
+class Following(nn.Module):
+    """Follows its parameter through `__setattr__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(5, 5))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "w":
+            object.__setattr__(self, "followed", [value])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.followed[0]
+
+
+class ListWithForward(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def _unusual_modules() -> None:
+    for module in (Following(), ListWithForward([nn.Linear(5, 5), nn.Linear(5, 5)])):
+        model = fully_shard(module)
+        model(data()).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_modules_that_follow_their_parameters_and_lists_with_a_forward_train(run_ranks):
+    run_ranks(2, _unusual_modules)
