@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler writes to stderr
@@ -196,6 +197,12 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> int:
     return state["step"]
 
 
+def steps_saved(out: Path) -> int | None:
+    """The steps up to the last checkpoint of the run in `out`; None where there is none."""
+    last = checkpoint.latest(out / "checkpoints")
+    return None if last is None else checkpoint.step_of(last)
+
+
 def open_run_folder(job: Job, steps_done: int) -> Metrics | None:
     """Make the run folder ready, on rank 0, and return its metrics file if there will be any."""
     if dist.get_rank() != 0 or job.summarised:
@@ -337,7 +344,7 @@ def sum_up(model: nn.Module, job: Job, trained: Trained, started: float) -> None
 def run(started: float) -> None:
     """Do the job that the flags describe."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    job = everywhere(lambda: prepare(sys.argv[1:], rank, world_size))
+    job = everywhere(lambda: prepare(sys.argv[1:], rank, world_size, steps_saved))
     model = everywhere(lambda: build(job))
     optimizer = make_optimizer(model, job.args)
     steps_done = everywhere(lambda: resume(model, optimizer, job)) if job.args.resume else 0

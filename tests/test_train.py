@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -74,11 +75,17 @@ def launch(out: Path, ranks: int, *flags: str, code: int = 0) -> Run:
     return Run(out, done.stdout, done.stderr)
 
 
-def train_in_pool(out: Path, flags: list[str]) -> None:
-    """Run on this rank of a process group that is there already."""
+def load_train() -> ModuleType:
+    """train.py as a module."""
     spec = importlib.util.spec_from_file_location("train", TRAIN)
     train = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
+    return train
+
+
+def train_in_pool(out: Path, flags: list[str]) -> None:
+    """Run on this rank of a process group that is there already."""
+    train = load_train()
     sys.argv[1:] = ["--device", "cpu", "--out", str(out), *flags]
     train.run(time.perf_counter())
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_train import load_train
 
 from llama.finetune.arguments import build_parser
 from llama.finetune.job import Job, prepare
@@ -49,7 +50,7 @@ def pretend_checkpoint(out: Path, step: int) -> None:
 
 def checked(flags: str | list[str], world_size: int = 1) -> Job:
     flags = flags.split() if isinstance(flags, str) else flags
-    return prepare(["--device", "cpu", *flags], 0, world_size)
+    return prepare(["--device", "cpu", *flags], 0, world_size, load_train().steps_saved)
 
 
 DATA = f"--tokenizer {TOKENIZER_PATH} --data"

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -43,8 +44,13 @@ class Job(NamedTuple):
     samples: list[list[int]]  # prompts to answer at the end, as token ids
 
 
-def prepare(argv: list[str], rank: int, world_size: int) -> Job:
-    """Read flags and data; ValueError or OSError for what cannot be run, naming the remedy."""
+def prepare(
+    argv: list[str], rank: int, world_size: int, steps_saved: Callable[[Path], int | None]
+) -> Job:
+    """Read flags and data; ValueError or OSError for what cannot be run, naming the remedy.
+
+    `steps_saved` tells the steps up to the last checkpoint in a run folder; None: it has none.
+    """
     args = parse_args(argv, world_size)
     device = choose_device(args)
     if args.model:
@@ -95,7 +101,8 @@ def prepare(argv: list[str], rank: int, world_size: int) -> Job:
     out = Path(args.out)
     summarised = False
     if args.resume:
-        done = check_resumable(out, steps, args.stop_at)
+        done = steps_saved(out)
+        check_resumable(out, done, steps, args.stop_at)
         summarised = done == steps and is_summarised(out, steps)
     else:
         check_free(out, args.overwrite)

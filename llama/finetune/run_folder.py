@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from llama.finetune.report import read_metrics
-from minifsdp import checkpoint
 
 # What `--overwrite` deletes. `config.json`, by which a run's folder is known, is replaced instead.
 PARTS = ("metrics.jsonl", "summary.json", "checkpoints", "export")
@@ -69,18 +68,16 @@ def check_free(out: Path, overwrite: bool) -> None:
         )
 
 
-def check_resumable(out: Path, steps: int, stop_at: int | None) -> int:
-    """The steps that the run in `out` has done.
+def check_resumable(out: Path, done: int | None, steps: int, stop_at: int | None) -> None:
+    """ValueError unless the run in `out` can go on: it has a checkpoint, and work up to `steps`.
 
-    ValueError if it has no checkpoint to go on from, nothing to do up to `steps`, or is damaged.
+    `done` counts the steps up to its last checkpoint; None where it has none.
     """
-    last = checkpoint.latest(out / "checkpoints")
-    if last is None:
+    if done is None:
         raise ValueError(
             f"{out} was stopped before its first checkpoint: start it again with --overwrite, and "
             "save more often with --save-every STEPS"
         )
-    done = checkpoint.step_of(last)
     if done > steps:
         raise ValueError(
             f"{out} has done {done} steps, more than the {steps} of this run: give a larger "
@@ -94,7 +91,6 @@ def check_resumable(out: Path, steps: int, stop_at: int | None) -> int:
     if stop_at and stop_at <= done < steps:
         raise ValueError(f"--stop-at {stop_at}: {out} has done {done} steps already: raise it")
     read_metrics(out / "metrics.jsonl")  # refused here, if damaged, before anything is changed
-    return done
 
 
 def is_summarised(out: Path, steps: int) -> bool:
