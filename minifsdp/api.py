@@ -71,13 +71,7 @@ def fully_shard(
     watch_optimizers()
     for param in params:
         mark(param.registered(), f"parameter {param.name!r} as it was before sharding")
-    unit = ScheduledUnit(
-        modules,
-        params,
-        home,
-        precision,
-        offload,
-    )
+    unit = ScheduledUnit(modules, params, home, precision, offload)
     unit.near = near
     unit.reshard_after_forward = reshards
     for one in modules:

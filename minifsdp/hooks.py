@@ -71,7 +71,7 @@ class ScheduledUnit(Unit):
 
     # Forward
 
-    @torch._dynamo.disable
+    @torch.compiler.disable
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -112,7 +112,7 @@ class ScheduledUnit(Unit):
             torch.accelerator.current_stream().wait_event(event)
         return tuple(map_tensors(lambda t: t.to(device), given) for given in (args, kwargs))
 
-    @torch._dynamo.disable
+    @torch.compiler.disable
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, and have the output's gradient make the parameters whole again."""
         if self.phase is Phase.BACKWARD:
@@ -170,7 +170,7 @@ class ScheduledUnit(Unit):
 
     # Backward
 
-    @torch._dynamo.disable
+    @torch.compiler.disable
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         """Make the parameters whole, and start the unit whose backward comes next."""
         if torch.is_grad_enabled():  # as autograd sets it for create_graph=True
@@ -191,7 +191,7 @@ class ScheduledUnit(Unit):
                 unit.unshard()
         return grad
 
-    @torch._dynamo.disable
+    @torch.compiler.disable
     def finish_backward(self) -> None:
         """Reshard and reduce. Does nothing for a unit that this backward did not touch."""
         self.phase = Phase.REDUCED

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .collectives import Peers
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,29 +59,32 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
-_twins: dict[tuple[int, ...], tuple[object, Peers]] = {}
+_made: dict[Hashable, tuple[object, Any]] = {}
+
+
+def _once(key: Hashable, make: Callable[[], T]) -> T:
+    """What `make` returns, made once for a key and a default process group.
+
+    Process groups are made on all ranks together and kept until the default one is destroyed.
+    """
+    world = dist.group.WORLD
+    if _made.get(key, (None,))[0] is not world:
+        _made[key] = (world, make())
+    return _made[key][1]
 
 
 def twin_of(peers: Peers) -> Peers:
     """The same ranks in a second process group; collective among them at the first call."""
-    world, ranks = dist.group.WORLD, tuple(dist.get_process_group_ranks(peers.group))
-    if _twins.get(ranks, (None,))[0] is not world:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
-        _twins[ranks] = (world, Peers.of(group))
-    return _twins[ranks][1]
-
-
-_near_homes: dict[tuple[DeviceMesh, int], tuple[object, Home]] = {}
+    ranks = dist.get_process_group_ranks(peers.group)
+    return _once(
+        ("twin", *ranks),
+        lambda: Peers.of(dist.new_group(ranks, use_local_synchronization=True)),
+    )
 
 
 def near_home(home: Home, size: int) -> Home:
-    """Groups of `size` neighbours within `home`'s shard ranks, to reshard to after forward.
-
-    Made once for a mesh and size, because a DeviceMesh builds process groups, on all ranks; made
-    again when the default process group has been replaced meanwhile.
-    """
-    world, key = dist.group.WORLD, (home.mesh, size)
-    if _near_homes.get(key, (None,))[0] is not world:
-        neighbours = DeviceMesh(home.mesh.device_type, home.mesh.mesh.view(-1, size))
-        _near_homes[key] = (world, Home.of(neighbours))
-    return _near_homes[key][1]
+    """Groups of `size` neighbours within `home`'s shard ranks, to reshard to after forward."""
+    mesh = home.mesh
+    return _once(
+        (mesh, size), lambda: Home.of(DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size)))
+    )

@@ -93,14 +93,18 @@ class GradientReducer:
             grad = self._unsynced.pop(param).add_(grad)
         self._keep(param, grad)
 
+    def _reduce_dtype(self, computed: torch.dtype) -> torch.dtype:
+        """What gradients that are `computed` in a dtype are reduced or accumulated in."""
+        return self.unit.mp_policy.reduce_dtype or computed
+
     def _accumulate(self, param: ShardedParam, grad: torch.Tensor) -> None:
         if param in self._unsynced:
             self._unsynced[param].add_(grad)
         else:
-            self._unsynced[param] = grad.to(self.unit.mp_policy.reduce_dtype or grad.dtype)
+            self._unsynced[param] = grad.to(self._reduce_dtype(grad.dtype))
 
     def _keep(self, param: ShardedParam, grad: torch.Tensor) -> None:
-        reduce_dtype = self.unit.mp_policy.reduce_dtype or grad.dtype
+        reduce_dtype = self._reduce_dtype(grad.dtype)
         exact = torch.promote_types(reduce_dtype, grad.dtype) == reduce_dtype
         if param in self._late:
             self._late[param] = self._late[param] + grad
@@ -169,12 +173,11 @@ class GradientReducer:
         """Bring the message to the parameters that have gradients, or zeros for those that lack."""
         trained = [p for p in self.unit.params if p.requires_grad and p.unsharded is not None]
         late, self._late = self._late, {}
-        policy = self.unit.mp_policy
         for param, grad in late.items():
-            self._place(param, grad, policy.reduce_dtype or grad.dtype)
+            self._place(param, grad, self._reduce_dtype(grad.dtype))
         missing = [p for p in (self._offsets or trained) if p not in self._filled]
         if missing and self.fills_unused:
-            dtype = policy.reduce_dtype or missing[0].unsharded.dtype
+            dtype = self._reduce_dtype(missing[0].unsharded.dtype)
             for param in missing:
                 zeros = torch.zeros(param.shape, dtype=dtype, device=self.unit.home.device)
                 self._place(param, zeros, dtype)
@@ -261,7 +264,7 @@ class GradientReducer:
         """One rank: the gradients are the rows; scale and cast them as a message would be."""
         for param in [p for p in self.unit.params if p in self._late]:
             grad = self._late.pop(param)
-            grad = grad.to(self.unit.mp_policy.reduce_dtype or grad.dtype)
+            grad = grad.to(self._reduce_dtype(grad.dtype))
             scale = self._scaling(grad.dtype)
             for divisor in (scale.divide_before, scale.divide_after):
                 if divisor != 1:

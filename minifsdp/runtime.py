@@ -71,13 +71,12 @@ class Runtime:
     def begin_forward(self, unit: ScheduledUnit) -> bool:
         """Enter `unit`'s forward; returns whether it is the outermost."""
         recomputing = backward_is_running()
-        outermost = self.forward_root
-        if outermost is not None and unit.phase is Phase.FORWARD and unit is outermost:
-            self.give_up()  # no unit contains itself: the last forward raised
-        elif outermost is not None and unit.index == 0:
-            self.give_up()  # nor the root
-        elif self.callback_queued and not recomputing:
-            self.give_up()  # the last backward raised
+        # No unit contains itself or the root: if one seems to, the last forward raised.
+        outermost_again = unit is self.forward_root and unit.phase is Phase.FORWARD
+        forward_raised = outermost_again or (self.forward_root is not None and unit.index == 0)
+        backward_raised = self.callback_queued and not recomputing
+        if forward_raised or backward_raised:
+            self.give_up()
         if not recomputing:
             self._entered.append(unit.index)
         if self.forward_root is not None:
@@ -88,11 +87,9 @@ class Runtime:
     def expected_after(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """The unit that came next at this point of the last forward, to start it early."""
         here = len(self._entered)
-        if backward_is_running() or self._expected[here - 1 : here] != [unit.index]:
+        if backward_is_running() or here >= len(self._expected):
             return []
-        return [
-            following for index in self._expected[here : here + 1] for following in self.at(index)
-        ]
+        return self.at(self._expected[here]) if self._expected[here - 1] == unit.index else []
 
     def left(self, unit: ScheduledUnit) -> None:
         """Note the order in which units end their forward: backward runs the other way."""

@@ -216,14 +216,12 @@ class Unit:
             near.fill(rows, self.home.device, pinned=False)
             del rows
             self._near_parts.append(near)
-        registered = [
-            nn.Parameter(param.as_dtensor(local, self.near), requires_grad=param.requires_grad)
+        kept = {
+            param: nn.Parameter(param.as_dtensor(local, self.near), param.requires_grad)
             for part in self._near_parts
             for param, local in zip(part.params, part.views(), strict=True)
-        ]
-        order = [param for part in self._near_parts for param in part.params]
-        by_param = dict(zip(order, registered, strict=True))
-        self._free(State.NEAR, [by_param[param] for param in self.params])
+        }
+        self._free(State.NEAR, [kept[param] for param in self.params])
 
     def _free(self, state: State, registered: Sequence[nn.Parameter]) -> None:
         if debug.active and self.state is State.UNSHARDED:
