@@ -112,32 +112,41 @@ class checks:
                 "each other: seed them alike, or load one state with load_full_state_dict"
             )
 
-    def before_free(self, unit: str, full: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def before_free(
+        self, unit: str, full: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
+    ) -> None:
         """Raise RuntimeError, naming the parameters, if tensors outside alias full ones.
 
-        full: the name of each parameter and every tensor the engine itself has on its storage.
+        full: for each parameter its name, its place in memory, flat, and the parameter itself.
         """
         if not self._aliases:
             return
-        ours: set[int] = set()
-        names: dict[int, str] = {}
-        for name, tensor in full:
-            ours.add(id(tensor))
-            names[tensor.untyped_storage().data_ptr()] = name
-        names.pop(0, None)
-        found = [
-            f"parameter {names[pointer]!r} by a tensor of shape {tuple(tensor.shape)}"
-            for tensor in gc.get_objects()
-            if issubclass(type(tensor), torch.Tensor)
-            and id(tensor) not in ours
-            and (pointer := _pointer(tensor)) in names
-        ]
+        full = list(full)
+        places = {id(place._base): place._base for _, place, _ in full}  # the engine's own
+        ours = {id(param) for _, _, param in full} | set(places)
+        storages = {_pointer(base) for base in places.values()} - {0}
+        found = []
+        for tensor in gc.get_objects():
+            if (
+                not issubclass(type(tensor), torch.Tensor)
+                or _pointer(tensor) not in storages
+                or id(tensor) in ours
+                or id(tensor._base) in places
+            ):
+                continue
+            name = next((n for n, place, _ in full if _lies_in(tensor, place)), "?")
+            found.append(f"parameter {name!r} by a tensor of shape {tuple(tensor.shape)}")
         if found:
             raise RuntimeError(
                 f"unit {unit!r} reshards while something still aliases its parameters: "
                 f"{'; '.join(found)}. It would read freed memory later: keep a .clone(), or set "
                 "reshard_after_forward=False for this unit"
             )
+
+
+def _lies_in(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether a tensor begins within `place`."""
+    return place.data_ptr() <= tensor.data_ptr() < place.data_ptr() + max(1, place.nbytes)
 
 
 def _pointer(tensor: torch.Tensor) -> int:

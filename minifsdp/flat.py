@@ -1,4 +1,7 @@
-"""The flat shard: one buffer that holds this rank's rows of several parameters side by side."""
+"""The flat shard: one buffer that holds this rank's rows of several parameters side by side.
+
+Beside it, while the unit computes, lies one storage with the parameters in full.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import torch
 
 from .layout import PieceLayout, RowLayout
 from .param import ShardedParam
+
+_ALIGNMENT = 64  # bytes, between full parameters: what torch's allocators give each tensor
 
 
 class FlatShard:
@@ -30,6 +35,9 @@ class FlatShard:
         self.piece = PieceLayout.of(layouts)
         self.slots = self.piece.slots
         self.flat: torch.Tensor | None = None
+        self.full: torch.Tensor | None = None
+        """All parameters in full, flat; None before the first unshard, or if the shard is whole."""
+        self._full_slots: list[tuple[torch.Tensor, ...]] = []
 
     def source(self) -> torch.Tensor:
         """This rank's piece, (numel,), as it is kept."""
@@ -61,3 +69,43 @@ class FlatShard:
             memory = self.flat.untyped_storage()[start * size : stop * size]
             views.append(self.flat.new_empty(0).set_(memory).view(shape))
         return views
+
+    # Full parameters
+
+    def make_full(self, device: torch.device) -> None:
+        """Create the full parameters; the storage under them holds nothing yet."""
+        step = max(1, _ALIGNMENT // self.message_dtype.itemsize)
+        starts, end = [], 0
+        for layout in self.layouts:
+            starts.append(end)
+            end += -(-layout.padded_numel // step) * step
+        self.full = torch.empty(end, dtype=self.message_dtype, device=device)
+        for param, layout, start in zip(self.params, self.layouts, starts, strict=True):
+            param.padded = self.full[start : start + layout.padded_numel]
+            param.make_unsharded(self.full, start)
+        self._full_nbytes = self.full.nbytes
+        self._full_slots = self.full_slots()
+
+    def full_slots(self) -> list[tuple[torch.Tensor, ...]]:
+        """For each rank, where its slot of every parameter lies in the full ones."""
+        if self._full_slots:
+            return self._full_slots
+        slots = [p.slots(layout) for p, layout in zip(self.params, self.layouts, strict=True)]
+        return list(zip(*slots, strict=True))
+
+    def grow_full(self) -> None:
+        """Give the full parameters memory, if they have none."""
+        storage = self.full.untyped_storage()
+        if storage.nbytes() != self._full_nbytes:
+            storage.resize_(self._full_nbytes)
+
+    def free_full(self) -> None:
+        """Take the full parameters' memory. Harmless when it is gone, or is the shard's."""
+        if self.full is not None:
+            self.full.untyped_storage().resize_(0)
+
+    def forget_full(self) -> None:
+        """Drop the full parameters for good, because the shard was moved, cast or replaced."""
+        self.free_full()
+        for param in self.params:
+            param.forget_unsharded()

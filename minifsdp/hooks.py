@@ -78,7 +78,7 @@ class ScheduledUnit(Unit):
         """Make the parameters whole and watch for the end of this use's backward."""
         if self.phase is Phase.BACKWARD and backward_is_running():
             self.unshard()  # for the recomputation of checkpointed activations
-            self._wait()
+            self.wait_for_unshard()
             return self._cast_inputs(args, kwargs)
         if self.is_group and not self._still_to_run:
             self._still_to_run = {id(m()) for m in self._modules}
@@ -90,7 +90,7 @@ class ScheduledUnit(Unit):
         self.phase = Phase.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
         self.unshard()
-        self._wait()
+        self.wait_for_unshard()
         if events.listeners:
             events.emit("forward", self.name)
         if not entering:
@@ -153,11 +153,6 @@ class ScheduledUnit(Unit):
         """Whether some modules of the group have run in this forward and some have not."""
         return bool(self._still_to_run)
 
-    def _wait(self) -> None:
-        self.wait_for_unshard()
-        if self.params and torch.is_grad_enabled():
-            self.reducer.watch()
-
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         policy = self.mp_policy
         if policy.param_dtype is None or not policy.cast_forward_inputs:
@@ -181,7 +176,7 @@ class ScheduledUnit(Unit):
         self.phase = Phase.BACKWARD
         if self.unshard_in_backward:
             self.unshard()
-            self._wait()
+            self.wait_for_unshard()
         if events.listeners:
             events.emit("backward", self.name)
         before = self.predecessors.pop() if self.predecessors else None
@@ -199,6 +194,8 @@ class ScheduledUnit(Unit):
             self.reshard()
         if self.reducer.syncs:
             self.runtime.reduce(self)
+        else:
+            self.reducer.accumulate()
 
     def give_up(self, accumulated: bool) -> None:
         """Give up this unit's part of an iteration."""

@@ -46,6 +46,7 @@ class FSDPModule:
         unit = self._unit()
         unit.unshard()
         if async_op:
+            unit.hold()
             return UnshardHandle(unit)
         unit.wait_for_unshard()
         return None

@@ -3,9 +3,10 @@
 [Note: why a full parameter keeps its storage object]
 Autograd keeps references to a full parameter from forward to backward, so resharding cannot simply
 drop the tensor: its storage is shrunk to zero bytes, then grown and refilled before backward.
-Refilling goes through `_padded`, a second tensor on the same storage. A tensor made by
+Refilling goes through `padded`, a second tensor on the same storage. A tensor made by
 `torch.empty(0).set_(storage, ...)` has a version counter of its own, so a refill looks like no
-in-place change of what autograd saved, and no private API is needed to say so.
+in-place change of what autograd saved, and no private API is needed to say so. The full parameters
+of a unit share one storage (see `flat`), so that one call frees or grows them all.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ class ShardedParam:
         self.layout = layout
         self.shape = param.shape
         self.stride = param.stride()
+        self.rows_shape = (len(layout.rows_of(home.shards.rank)), *param.shape[1:])
         self.sharded: nn.Parameter | None = None
         self.unsharded: nn.Parameter | None = None
-        self._padded: torch.Tensor | None = None  # the unsharded storage, padding included
+        self.padded: torch.Tensor | None = None
+        """The full parameter's place, flat, with all ranks' padding; None if the shard is it."""
         self._version = 0  # of `unsharded`, when it was last as gathered
 
     @property
@@ -71,6 +74,14 @@ class ShardedParam:
         return self.registered().requires_grad
 
     # Sharded
+
+    def gradient(self, local: torch.Tensor) -> DTensor:
+        """`local` rows of a gradient as a DTensor like the sharded parameter.
+
+        By DTensor's own constructor, with the parameter's specification, both of which are not
+        public: `from_local` works them out anew for each gradient, which takes seven times as long.
+        """
+        return DTensor(local, self.sharded._spec, requires_grad=False)
 
     def as_dtensor(self, local: torch.Tensor, home: Home | None = None) -> DTensor:
         """`local` rows, (rows of this rank, *shape[1:]), as a DTensor of the whole shape."""
@@ -116,31 +127,20 @@ class ShardedParam:
 
     # Unsharded
 
-    def make_unsharded(self, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-        """Create the full parameter, its storage still empty."""
-        self._padded = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
-        full = self.alias_unsharded(self._padded, 0)
-        self._version = full._version
-        return full
-
-    def alias_unsharded(self, flat: torch.Tensor, offset: int) -> nn.Parameter:
+    def make_unsharded(self, flat: torch.Tensor, offset: int) -> None:
         """Create the full parameter as a view into `flat` that autograd sees as independent."""
         value = torch.empty(0, dtype=flat.dtype, device=flat.device)
         value.set_(flat.untyped_storage(), flat.storage_offset() + offset, self.shape, self.stride)
         self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+        self._version = self.unsharded._version
         mark(self.unsharded, f"parameter {self.name!r} in its unsharded form")
-        return self.unsharded
-
-    def full_tensors(self) -> list[torch.Tensor]:
-        """What the engine itself holds on the full storage."""
-        return [] if self._padded is None else [self._padded, self.unsharded]
 
     def check_unedited(self) -> None:
         """Raise RuntimeError if the full parameter was changed in place: the change would be lost.
 
         `_version` counts in-place changes; refilling does not (see the note above).
         """
-        if self._padded is not None and self.unsharded._version != self._version:
+        if self.padded is not None and self.unsharded._version != self._version:
             self._version = self.unsharded._version
             raise RuntimeError(
                 f"parameter {self.name!r} was changed in place while it was whole; resharding "
@@ -148,28 +148,18 @@ class ShardedParam:
                 "change the rows (param.to_local())"
             )
 
-    def allocate(self, layout: RowLayout) -> torch.Tensor:
-        """Grow the full storage again; returns it as (world_size, slot) of `layout` to copy into.
+    def slots(self, layout: RowLayout) -> tuple[torch.Tensor, ...]:
+        """The full parameter's place as one flat slot of `layout` for each of its ranks.
 
         `layout` may be over fewer ranks than the parameter's own, if they divide its ranks: then it
         needs no more padding.
         """
-        storage = self._padded.untyped_storage()
-        nbytes = self._padded.numel() * self._padded.element_size()
-        if storage.nbytes() != nbytes:
-            storage.resize_(nbytes)
-        padded = self._padded[: layout.padded_numel]
-        return padded.view(layout.world_size, layout.slot_numel)
-
-    def free(self) -> None:
-        """Shrink the full storage to nothing. Harmless when it is already, or is the shard's."""
-        if self._padded is not None:
-            self._padded.untyped_storage().resize_(0)
+        padded = self.padded[: layout.padded_numel]
+        return padded.view(layout.world_size, layout.slot_numel).unbind()
 
     def forget_unsharded(self) -> None:
         """Drop the full parameter for good, because the shard was moved, cast or replaced."""
-        self.free()
-        self.unsharded = self._padded = None
+        self.unsharded = self.padded = None
 
 
 def _alive(owner: Owner) -> nn.Module:

@@ -1,13 +1,13 @@
-"""From a unit's gradients, as autograd makes them, to sharded gradients that optimizers read.
+"""From a unit's gradients, as autograd left them, to sharded gradients that optimizers read.
 
-[Note: gradients leave autograd at once]
-A full gradient is copied into the unit's message in the post-accumulate hook and dropped, so full
-gradients and the message never exist side by side. Only where the message is narrower than the
-gradient (fp32 gradients reduced in bf16) is it kept until the unit's backward ends: if autograd
-brings a second contribution, both must be added before they are rounded.
+[Note: gradients are taken a unit at a time]
+Autograd leaves each full gradient on its full parameter. When the unit's backward ends, its full
+parameters are freed first; then the gradients go into the message together and are freed. So at
+most a unit's parameters and its gradients, or its gradients and a message, are there at once, and
+no hook runs for a parameter. Contributions to one gradient are added before they are rounded.
 
 [Note: a reduction is a short pipeline]
-fill the message -> reduce-scatter -> (2-D mesh: all-reduce over replicas) -> divide, hand out.
+message -> reduce-scatter -> (2-D mesh: all-reduce over replicas) -> divide, hand out.
 Each `advance` waits for one stage and starts the next, so that stages of one unit overlap with the
 backward of the units before it.
 """
@@ -15,15 +15,14 @@ backward of the units before it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
 
 from . import collectives, debug, events
-from .layout import PieceLayout
-from .message import LocalReduction, place_rows, take_rows
+from .collectives import Gradients
+from .message import LocalReduction
 from .param import ShardedParam, post_accumulate_hooks
 from .scaling import Scaling, scaling
 from .unit import Unit
@@ -53,147 +52,109 @@ class GradientReducer:
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.hook_stream: torch.Stream | None = None
         self.peers = unit.home.shards
-        self._watched: dict[int, torch.Tensor] = {}
         self._unsynced: dict[ShardedParam, torch.Tensor] = {}
         self._partial: torch.Tensor | None = None
         self._forget()
 
     def _forget(self) -> None:
-        """No gradient of this backward has arrived, and nothing is under way."""
-        self._offsets: dict[ShardedParam, int] = {}  # of parameters in the message being filled
-        self._under_way: dict[ShardedParam, int] = {}  # in the one being reduced
-        self._filling: collectives.Reduction | None = None
-        self._filled: set[ShardedParam] = set()
-        self._late: dict[ShardedParam, torch.Tensor] = {}
-        self._scatter: collectives.Reduction | None = None
+        """Nothing is under way."""
+        self._reducing: list[ShardedParam] = []
+        self._scatter: collectives.Reduction | LocalReduction | None = None
         self._replicate: collectives.all_reduce | None = None
 
     # Collecting
 
-    def watch(self) -> None:
-        """Take gradients of the unsharded parameters from now on."""
-        me = weakref.ref(self)
-        for index, param in enumerate(self.unit.params):
+    def collect(self) -> dict[ShardedParam, torch.Tensor]:
+        """Take the gradients that autograd has left on the full parameters."""
+        grads: dict[ShardedParam, torch.Tensor] = {}
+        for param in self.unit.params:
             full = param.unsharded
-            if full.requires_grad and self._watched.get(index) is not full:
-                full.register_post_accumulate_grad_hook(partial(_take, me, index))
-                self._watched[index] = full
-
-    def take(self, param: ShardedParam, full: torch.Tensor) -> None:
-        """Move `full.grad` into the message, or onto what un-synced micro-batches have left."""
-        grad, full.grad = full.grad, None
-        if grad is None:
-            return  # frozen since its forward
-        if grad.requires_grad:
-            refuse_higher_order(self.unit.name)
-        if not self.syncs:
-            self._accumulate(param, grad)
-            return
-        if param in self._unsynced:
-            grad = self._unsynced.pop(param).add_(grad)
-        self._keep(param, grad)
+            grad = None if full is None else full.grad
+            if grad is None:
+                continue
+            full.grad = None
+            if grad.requires_grad:
+                refuse_higher_order(self.unit.name)
+            grads[param] = grad
+        return grads
 
     def _reduce_dtype(self, computed: torch.dtype) -> torch.dtype:
         """What gradients that are `computed` in a dtype are reduced or accumulated in."""
         return self.unit.mp_policy.reduce_dtype or computed
 
-    def _accumulate(self, param: ShardedParam, grad: torch.Tensor) -> None:
-        if param in self._unsynced:
-            self._unsynced[param].add_(grad)
-        else:
-            self._unsynced[param] = grad.to(self._reduce_dtype(grad.dtype))
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Keep what this backward brought, whole and local, for a later one that syncs."""
+        grads = self.collect()
+        while grads:
+            param, grad = grads.popitem()
+            if param in self._unsynced:
+                self._unsynced[param].add_(grad)
+            else:
+                self._unsynced[param] = grad.to(self._reduce_dtype(grad.dtype))
 
-    def _keep(self, param: ShardedParam, grad: torch.Tensor) -> None:
-        reduce_dtype = self._reduce_dtype(grad.dtype)
-        exact = torch.promote_types(reduce_dtype, grad.dtype) == reduce_dtype
-        if param in self._late:
-            self._late[param] = self._late[param] + grad
-        elif self._is_local() or not exact:
-            self._late[param] = grad
-        else:
-            self._place(param, grad, reduce_dtype)
+    def _all_gradients(self) -> dict[ShardedParam, torch.Tensor]:
+        """Of each parameter the gradient to reduce, in order; zeros for those that lack one, if so
+        wanted."""
+        fresh, earlier = self.collect(), self._unsynced
+        self._unsynced = {}
+        fills = self.fills_unused and bool(fresh or earlier or self._trained())
+        grads: dict[ShardedParam, torch.Tensor] = {}
+        for param in self.unit.params:
+            if param in earlier:
+                grads[param] = earlier.pop(param)
+                if param in fresh:
+                    grads[param].add_(fresh.pop(param))
+            elif param in fresh:
+                grads[param] = fresh.pop(param)
+            elif fills and param in self._trained():
+                computed = param.unsharded.dtype
+                device = self.unit.home.device
+                grads[param] = torch.zeros(param.shape, dtype=computed, device=device)
+        return grads
 
-    def _is_local(self) -> bool:
-        """Whether gradients need no message: one rank, and nobody wants to see one."""
-        home = self.unit.home
-        return home.shards.size == 1 and home.replicas is None and self.all_reduce_hook is None
-
-    def _place(self, param: ShardedParam, grad: torch.Tensor, dtype: torch.dtype) -> None:
-        if self._filling is None:
-            kept = {param, *self._unsynced, *self._late}  # perhaps frozen since
-            self._begin([p for p in self.unit.params if p.requires_grad or p in kept], dtype)
-        message, offset = self._filling.message, self._offsets[param]
-        if param in self._filled:
-            earlier = take_rows(message, offset, param).to(grad.dtype)
-            grad = earlier + grad
-        place_rows(message, offset, param, grad)
-        self._filled.add(param)
-
-    def _begin(self, members: Sequence[ShardedParam], dtype: torch.dtype) -> None:
-        piece = PieceLayout.of([p.layout for p in members])
-        self._offsets = dict(zip(members, piece.offsets, strict=True))
-        peers, device = self.peers, self.unit.home.device
-        if peers.size == 1:
-            self._filling = LocalReduction(piece.numel, dtype, device)
-        else:
-            how = collectives.choose(peers, device)
-            self._filling = how.reduction(piece.numel, dtype, peers, device)
+    def _trained(self) -> list[ShardedParam]:
+        return [p for p in self.unit.params if p.unsharded is not None and p.requires_grad]
 
     # Reducing
 
     @torch.no_grad()
     def start(self) -> bool:
         """Reduce what this backward brought; returns whether something is now under way."""
-        for param in [p for p in self.unit.params if p in self._unsynced]:
-            self._keep(param, self._unsynced.pop(param))
+        grads = self._all_gradients()
+        if not grads:
+            return False
         if self._is_local():
-            self._hand_out_local()
+            self._hand_out_local(grads)
             return False
-        self._complete_message()
-        if self._filling is None:
-            return False
-        message = self._filling.message
-        scale = self._scaling(message.dtype)
-        if scale.divide_before != 1:
-            message.div_(scale.divide_before)
-        if scale.multiply_before != 1:
-            message.mul_(scale.multiply_before)
-        self._scatter, self._filling = self._filling, None
-        self._under_way, self._offsets = self._offsets, {}
-        self._filled.clear()
+        dtype = self._reduce_dtype(next(iter(grads.values())).dtype)
+        scale = self._scaling(dtype)
+        self._reducing = list(grads)
+        message = Gradients(
+            [grad.reshape(-1) for grad in grads.values()],
+            tuple(param.layout.slot_numel for param in grads),
+            dtype,
+            scale.multiply_before,
+            scale.divide_before,
+            scale.average_shards,
+        )
+        grads.clear()
+        nbytes = sum(message.slots) * self.peers.size * dtype.itemsize
         if debug.active:
-            nbytes = self._scatter.nbytes
             debug.active.before_message("reduce-scatter", self.unit.name, nbytes, self.peers)
-        self._scatter.start(scale.average_shards)
         if events.listeners:
-            events.emit("reduce_scatter", self.unit.name, self._scatter.nbytes)
-        return True
+            events.emit("reduce_scatter", self.unit.name, nbytes if self.peers.size > 1 else 0)
+        if self.peers.size == 1:
+            self._scatter = LocalReduction(message, self.unit.home.device)
+        else:
+            how = collectives.choose(self.peers, self.unit.home.device)
+            self._scatter = how.reduce_scatter(message, self.peers, self.unit.home.device)
+        return self.advance() if self._scatter.is_complete else True
 
-    def _complete_message(self) -> None:
-        """Bring the message to the parameters that have gradients, or zeros for those that lack."""
-        trained = [p for p in self.unit.params if p.requires_grad and p.unsharded is not None]
-        late, self._late = self._late, {}
-        for param, grad in late.items():
-            self._place(param, grad, self._reduce_dtype(grad.dtype))
-        missing = [p for p in (self._offsets or trained) if p not in self._filled]
-        if missing and self.fills_unused:
-            dtype = self._reduce_dtype(missing[0].unsharded.dtype)
-            for param in missing:
-                zeros = torch.zeros(param.shape, dtype=dtype, device=self.unit.home.device)
-                self._place(param, zeros, dtype)
-        elif missing and self._filled:
-            self._compact()
-
-    def _compact(self) -> None:
-        """Rebuild the message without the slots of parameters that got no gradient."""
-        wide, offsets = self._filling, self._offsets
-        present = [p for p in offsets if p in self._filled]
-        self._begin(present, wide.message.dtype)
-        for param in present:
-            slot, source, target = param.layout.slot_numel, offsets[param], self._offsets[param]
-            columns = wide.message[:, source : source + slot]
-            self._filling.message[:, target : target + slot].copy_(columns)
-        wide.discard()
+    def _is_local(self) -> bool:
+        """Whether gradients need no message: one rank, and nobody wants to see one."""
+        home = self.unit.home
+        return home.shards.size == 1 and home.replicas is None and self.all_reduce_hook is None
 
     def _scaling(self, dtype: torch.dtype) -> Scaling:
         home = self.unit.home
@@ -237,14 +198,14 @@ class GradientReducer:
         after = self._scaling(rows.dtype).divide_after
         if after != 1:
             rows.div_(after)
-        rows = rows.to(next(iter(self._under_way)).sharded.dtype)
+        rows = rows.to(self._reducing[0].sharded.dtype)
         if self.unit.offloaded:
             rows = rows.cpu()
         rank = self.unit.home.shards.rank
-        for param, offset in self._under_way.items():
-            count = param.layout.numel_of(rank)
-            shape = (len(param.layout.rows_of(rank)), *param.shape[1:])
-            self._add_gradient(param, rows[offset : offset + count].view(shape))
+        pieces = rows.split([param.layout.slot_numel for param in self._reducing])
+        for param, piece in zip(self._reducing, pieces, strict=True):
+            self._add_gradient(param, piece[: param.layout.numel_of(rank)])
+        self._reducing = []
         if events.listeners:
             events.emit("reduced", self.unit.name)
 
@@ -260,10 +221,10 @@ class GradientReducer:
             self.all_reduce_hook(rows)
         current.wait_stream(self.hook_stream)
 
-    def _hand_out_local(self) -> None:
+    def _hand_out_local(self, grads: dict[ShardedParam, torch.Tensor]) -> None:
         """One rank: the gradients are the rows; scale and cast them as a message would be."""
-        for param in [p for p in self.unit.params if p in self._late]:
-            grad = self._late.pop(param)
+        for param in list(grads):
+            grad = grads.pop(param)
             grad = grad.to(self._reduce_dtype(grad.dtype))
             scale = self._scaling(grad.dtype)
             for divisor in (scale.divide_before, scale.divide_after):
@@ -272,12 +233,14 @@ class GradientReducer:
             grad = grad.to(param.sharded.dtype)
             self._add_gradient(param, grad.cpu() if self.unit.offloaded else grad)
 
-    def _add_gradient(self, param: ShardedParam, local: torch.Tensor) -> None:
+    def _add_gradient(self, param: ShardedParam, rows: torch.Tensor) -> None:
+        """Give the sharded parameter its reduced `rows`, of any shape."""
         sharded = param.sharded
+        rows = rows.view(param.rows_shape)
         if sharded.grad is None:
-            sharded.grad = param.as_dtensor(local)
+            sharded.grad = param.gradient(rows)
         else:
-            sharded.grad.to_local().add_(local)
+            sharded.grad.to_local().add_(rows)
         for hook in post_accumulate_hooks(sharded):
             hook(sharded)
 
@@ -286,17 +249,10 @@ class GradientReducer:
         for pending in (self._scatter, self._replicate):
             if pending is not None:
                 pending.wait()
-        if self._filling is not None:
-            self._filling.discard()
+        for param in self.unit.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
         if accumulated:
             self._unsynced.clear()
             self._partial = None
         self._forget()
-
-
-def _take(reducer: weakref.ref[GradientReducer], index: int, full: torch.Tensor) -> None:
-    """Autograd's post-accumulate hook. Weak, so that a graph kept alive keeps no model alive."""
-    live = reducer()
-    if live is not None:
-        with torch.no_grad():
-            live.take(live.unit.params[index], full)

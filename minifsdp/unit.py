@@ -71,6 +71,8 @@ class Unit:
         parameters that were tied at construction are tied again.
         """
         rank = self.home.shards.rank
+        for part in self._parts:
+            part.forget_full()
         groups: dict[tuple[torch.dtype, torch.device], list[ShardedParam]] = {}
         rows: dict[ShardedParam, torch.Tensor] = {}
         for param in self.params:
@@ -82,7 +84,6 @@ class Unit:
             else:
                 mine = param.layout.rows_of(rank)
                 rows[param] = held.detach()[mine.start : mine.stop]
-            param.forget_unsharded()
             device = held.device
             if not held.is_meta:
                 device = torch.device("cpu") if self.offloaded else self.home.device
@@ -150,19 +151,21 @@ class Unit:
         if events.listeners:
             events.emit("all_gather", self.name, self._gather.nbytes)
 
+    def hold(self) -> None:
+        """Gather what the shards hold now, whatever is done to them before it is waited for."""
+        if self.state is State.GATHERING:
+            self._gather.hold()
+
     def wait_for_unshard(self) -> None:
         """Make the parameters whole, once what `unshard` started has arrived."""
         if self.state is not State.GATHERING:
             return
-        with torch.inference_mode(False):  # what is made now is used in training too
-            for part in self._parts:
-                if part.params[0].unsharded is None:
-                    self._make_unsharded(part)
-        outputs = [
-            [p.allocate(layout) for p, layout in zip(part.params, part.layouts, strict=True)]
-            for part in self._gathering
-        ]
-        self._gather.wait(outputs)
+        for part in self._parts:
+            if part.params[0].unsharded is None:
+                self._make_full(part)
+            elif part.full is not None:
+                part.grow_full()
+        self._gather.wait([part.full_slots() for part in self._gathering])
         self._gather, self._gathering, self._near_parts = None, [], []
         for param in self.params:
             param.register(param.unsharded)
@@ -179,12 +182,13 @@ class Unit:
             and flat.device == self.home.device
         )
 
-    def _make_unsharded(self, part: FlatShard) -> None:
-        for param, offset in zip(part.params, part.piece.offsets, strict=True):
-            if self._is_whole(part):
-                param.alias_unsharded(part.flat, offset)
-            else:
-                param.make_unsharded(part.message_dtype, self.home.device)
+    def _make_full(self, part: FlatShard) -> None:
+        with torch.inference_mode(False):  # what is made now is used in training too
+            if not self._is_whole(part):
+                part.make_full(self.home.device)
+                return
+            for param, offset in zip(part.params, part.piece.offsets, strict=True):
+                param.make_unsharded(part.flat, offset)
 
     # Reshard
 
@@ -225,11 +229,12 @@ class Unit:
 
     def _free(self, state: State, registered: Sequence[nn.Parameter]) -> None:
         if debug.active and self.state is State.UNSHARDED:
-            full = [(param.name, t) for param in self.params for t in param.full_tensors()]
+            full = [(p.name, p.padded, p.unsharded) for p in self.params if p.padded is not None]
             debug.active.before_free(self.name, full)
         for param, held in zip(self.params, registered, strict=True):
             param.register(held)
-            param.free()
+        for part in self._parts:
+            part.free_full()
         whole, self.state = self.state is State.UNSHARDED, state
         if whole:
             for param in self.params:

@@ -34,7 +34,7 @@ class Case:
     parameters: str = "all"
     mesh: str = "1-D"
     rows: str = "uneven"
-    collectives: str = "direct"
+    collectives: str = "shared"
 
     def __str__(self) -> str:
         changed = [
@@ -135,18 +135,19 @@ def rows_of(model: nn.Module, what: str, gradients: bool = False) -> list[tuple[
 def first_gradient() -> Iterator[list[float]]:
     """Record this rank's first gradients as autograd makes them, before any reduction."""
     seen: list[float] = []
-    take = GradientReducer.take
+    collect = GradientReducer.collect
 
-    def recording(self, param, full):
-        if len(seen) < 4:
-            seen.append(full.grad.double().square().sum().item())
-        take(self, param, full)
+    def recording(self):
+        grads = collect(self)
+        for grad in list(grads.values())[: 4 - len(seen)]:
+            seen.append(grad.double().square().sum().item())
+        return grads
 
-    GradientReducer.take = recording
+    GradientReducer.collect = recording
     try:
         yield seen
     finally:
-        GradientReducer.take = take
+        GradientReducer.collect = collect
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ AXES: dict[str, list[str]] = {
     ],
     "mesh": ["1-D", "HSDP"],
     "rows": ["uneven", "few"],
-    "collectives": ["direct", "backend"],
+    "collectives": ["shared", "direct", "backend"],
 }
 # Pairs that cannot meet, and why. Upstream's defects have tests of their own.
 IMPOSSIBLE: list[tuple[dict[str, set[str]], str]] = [

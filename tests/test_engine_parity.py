@@ -8,7 +8,7 @@ import pytest
 from parity import Case, differences
 from parity_matrix import AXES, cover, impossible, table, wanted
 
-from minifsdp.collectives.direct import DirectReduction
+from minifsdp import reduction
 
 CELLS = sorted(cover(2), key=lambda cell: cell.world_size)
 
@@ -37,12 +37,12 @@ def test_the_table_counts_cells_that_differ():
 
 def _without_division(case: Case) -> list[str]:
     """`differences` with the engine's division by the number of ranks left out."""
-    start = DirectReduction.start
-    DirectReduction.start = lambda self, average: start(self, False)
+    scaling = reduction.scaling
+    reduction.scaling = lambda *args: scaling(*args)._replace(average_shards=False)
     try:
         return differences(case)
     finally:
-        DirectReduction.start = start
+        reduction.scaling = scaling
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

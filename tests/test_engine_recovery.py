@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import minifsdp
 from minifsdp import clip_grad_norm_, fully_shard
 from minifsdp.collectives import Peers, choose, use_collectives
+from minifsdp.collectives.packed import place_rows
 from minifsdp.layout import RowLayout
-from minifsdp.message import place_rows
 
 # --- failures
 
@@ -98,7 +97,7 @@ def test_place_rows_writes_every_element_of_its_slot_and_none_beside_it(rows, ra
     layout = RowLayout(rows, 3, ranks)
     message = torch.full((ranks, 2 + layout.slot_numel + 2), float("nan"))
     grad = torch.randn(rows, 3)
-    place_rows(message, 2, SimpleNamespace(layout=layout, shape=(rows, 3)), grad)
+    place_rows(message[:, 2 : 2 + layout.slot_numel], grad.view(-1))
     slot = message[:, 2 : 2 + layout.slot_numel].reshape(-1)
     assert torch.equal(slot[: layout.numel].view(rows, 3), grad)
     assert not slot[layout.numel :].any()  # NaN counts as something
@@ -163,7 +162,7 @@ def _collectives() -> None:
     peers, device = Peers.of(dist.group.WORLD), torch.device("cpu")
     with use_collectives("backend"):
         assert choose(peers, device).name == "backend"
-    assert choose(peers, device).name == "direct"
+    assert choose(peers, device).name == "shared"
     use_collectives("backend")
     assert choose(peers, device).name == "backend"
     with pytest.raises(ValueError, match="'gloo'; choose one of: auto, "):

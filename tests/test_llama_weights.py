@@ -1,5 +1,6 @@
-"""Hugging Face folders: what is written, what is read, and what is refused."""
+"""Hugging Face folders: what is written and read, by one process and by ranks together."""
 
+import importlib
 import json
 import os
 import stat
@@ -7,12 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_llama_tokenizer import train
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llama import Llama, LlamaConfig
@@ -153,53 +150,18 @@ def edit(folder: Path, change) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
-        (lambda t: t.update(extra=torch.ones(1)), r"has, unknown to the model, extra"),
-        (
-            lambda t: t.update({"lm_head.weight": torch.ones(41, 16)}),
-            r"lm_head\.weight has shape \(41, 16\), the model's parameter \(40, 16\)",
-        ),
-        (
-            lambda t: t.update({"model.norm.weight": torch.ones(16, dtype=torch.int8)}),
-            r"model\.norm\.weight holds torch\.int8",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
-    save_hf(filled(CONFIG), tmp_path / "export")
-    edit(tmp_path / "export", change)
-    with pytest.raises(ValueError, match=message):
-        load_hf(Llama(CONFIG), tmp_path / "export")
-
-
-def test_missing_and_damaged_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="export: no such folder"):
-        load_hf(Llama(CONFIG), tmp_path / "export")
-    save_hf(filled(CONFIG), tmp_path / "export", max_shard_bytes=8000)
-    first = next((tmp_path / "export").glob("model-00001-*"))
-    content = first.read_bytes()
-    first.write_bytes(content[:-100])
-    with pytest.raises(ValueError, match=r"model-00001-of-\d+\.safetensors: damaged"):
-        load_hf(Llama(CONFIG), tmp_path / "export")
-    first.unlink()
-    with pytest.raises(FileNotFoundError, match=r"model-00001-of-\d+\.safetensors: no such file"):
-        load_hf(Llama(CONFIG), tmp_path / "export")
-    (tmp_path / "export" / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"index\.json: not a safetensors index"):
-        load_hf(Llama(CONFIG), tmp_path / "export")
-
-
-def test_parameters_on_meta_are_refused_both_ways(tmp_path):
-    save_hf(filled(CONFIG), tmp_path / "export")
+@pytest.mark.parametrize("config", [CONFIG, TIED])
+def test_a_model_built_on_meta_gets_memory_as_it_loads(tmp_path, config):
+    save_hf(filled(config), tmp_path / "export")
     with torch.device("meta"):
-        model = Llama(CONFIG)
+        model = Llama(config).bfloat16()
+    model.norm.weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"tok_embeddings\.weight.*to_empty"):
-        load_hf(model, tmp_path / "export")
-    with pytest.raises(ValueError, match="to_empty"):
         save_hf(model, tmp_path / "other")
+    load_hf(model, tmp_path / "export")
+    assert_same(model, filled(config).bfloat16())
+    assert not model.norm.weight.requires_grad
+    assert (model.output.weight is model.tok_embeddings.weight) == config.tie_embeddings
 
 
 def test_loading_after_to_empty_ties_the_head_again(tmp_path):
@@ -212,108 +174,112 @@ def test_loading_after_to_empty_ties_the_head_again(tmp_path):
     assert_same(model, filled(TIED))
 
 
-def test_an_existing_export_is_never_overwritten(tmp_path):
-    (tmp_path / "empty").mkdir()
-    save_hf(filled(CONFIG), tmp_path / "empty")
-    only = tmp_path / "empty" / "model-00001-of-00001.safetensors"
-    before = only.read_bytes()
-    with pytest.raises(ValueError, match="empty: exists; remove it or choose another"):
-        save_hf(filled(CONFIG, seed=1), tmp_path / "empty")
-    assert only.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["empty"]
+def shard(config: LlamaConfig, engine) -> Llama:
+    """A model on meta, every block and the rest a unit."""
+    with torch.device("meta"):
+        model = Llama(config)
+    for block in model.layers:
+        engine.fully_shard(block)
+    engine.fully_shard(model)
+    return model
 
 
-def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.model"):
-        save_hf(filled(CONFIG), tmp_path / "export", tokenizer_path=tmp_path / "none.model")
-    assert list(tmp_path.iterdir()) == []
+def bytes_read(action) -> int:
+    """Bytes of weights that `action` read from files."""
+    counts, original = [], os.preadv
+
+    def watched(*args):
+        counts.append(original(*args))
+        return counts[-1]
+
+    os.preadv = watched
+    try:
+        action()
+    finally:
+        os.preadv = original
+    return sum(counts)
 
 
-def sharded_worker(rank: int, folder: str) -> None:
-    root = Path(folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+def load_own_rows(root: str, engine_name: str) -> None:
+    engine = importlib.import_module(engine_name)
+    rank = torch.distributed.get_rank()
     for config, name in ((UNEVEN, "plain"), (TIED, "tied")):
-        with torch.device("meta"):
-            model = Llama(config)
-        for block in model.layers:
-            fully_shard(block)
-        fully_shard(model)
+        model, plain = shard(config, engine), filled(config)
         model.to_empty(device="cpu")
-        plain = filled(config)
 
         model.init_weights(torch.Generator().manual_seed(0))
-        for (key, shard), full in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert isinstance(shard, DTensor)
-            assert torch.equal(shard.full_tensor(), full), key
+        assert_shards(model, plain)
 
         model.init_weights(torch.Generator().manual_seed(1))
-        numels = rows_read(lambda: load_hf(model, root / name))  # noqa: B023
-        for (key, shard), full in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(shard.full_tensor(), full), key
-        assert numels == sum(p.to_local().numel() for p in model.parameters())
+        read = bytes_read(lambda: load_hf(model, Path(root, name)))  # noqa: B023
+        assert_shards(model, plain)
+        assert read == 4 * sum(p.to_local().numel() for p in model.parameters())
 
         # A forward leaves the root's parameters unsharded: what is loaded into those gets lost.
         tokens = torch.tensor([[1, 2, 3]])
         model.init_weights(torch.Generator().manual_seed(1))
         model(tokens)
-        load_hf(model, root / name)
+        load_hf(model, Path(root, name))
         model.reshard()
         assert torch.equal(model(tokens), plain(tokens))
-        save_hf(model, root / f"{name}-again", max_shard_bytes=150)
+        save_hf(model, Path(root, f"{name}-{engine_name}"), max_shard_bytes=150)
         with pytest.raises(ValueError if rank == 0 else RuntimeError, match="exists; remove it"):
-            save_hf(model, root / f"{name}-again")
-    Path(folder, f"passed{rank}").touch()
-    dist.destroy_process_group()
+            save_hf(model, Path(root, f"{name}-{engine_name}"))
 
 
-def rows_read(action) -> int:
-    """Numbers that `action` read from safetensors slices."""
-    import llama.weights
-
-    numels = []
-
-    class Watched:
-        def __init__(self, *args, **kwargs):
-            self.file = safe_open(*args, **kwargs)
-
-        def __enter__(self):
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            self.file.__exit__(*error)
-
-        def keys(self):
-            return self.file.keys()
-
-        def get_slice(self, name):
-            return WatchedSlice(self.file.get_slice(name))
-
-    class WatchedSlice:
-        def __init__(self, stored):
-            self.stored = stored
-            self.get_shape = stored.get_shape
-
-        def __getitem__(self, rows):
-            values = self.stored[rows]
-            numels.append(values.numel())
-            return values
-
-    original, llama.weights.safe_open = llama.weights.safe_open, Watched
-    try:
-        action()
-    finally:
-        llama.weights.safe_open = original
-    return sum(numels)
+def load_into_meta(root: str, engine_name: str) -> None:
+    for config, name in ((UNEVEN, "plain"), (TIED, "tied")):
+        model, plain = shard(config, importlib.import_module(engine_name)), filled(config)
+        load_hf(model, Path(root, name))
+        assert not any(p.to_local().is_meta for p in model.parameters())
+        tokens = torch.tensor([[1, 2, 3]])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for of, by in ((model, optimizer), (plain, reference)):
+            of(tokens).square().mean().backward()
+            by.step()
+        assert torch.allclose(model(tokens), plain(tokens), rtol=1e-5, atol=1e-6)
 
 
-def test_three_ranks_read_their_own_rows_and_write_what_one_process_writes(tmp_path):
+def assert_shards(model: Llama, plain: Llama) -> None:
+    for (key, shard), full in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(shard, DTensor)
+        assert torch.equal(shard.full_tensor(), full), key
+
+
+@pytest.mark.parametrize("engine", ["minifsdp", "torch.distributed.fsdp"])
+def test_three_ranks_read_their_own_rows_and_write_what_one_process_writes(
+    tmp_path, run_ranks, engine
+):
     save_hf(filled(UNEVEN), tmp_path / "plain", max_shard_bytes=150)
     save_hf(filled(TIED), tmp_path / "tied", max_shard_bytes=150)
-    mp.spawn(sharded_worker, args=(str(tmp_path),), nprocs=3)
-    assert all((tmp_path / f"passed{rank}").exists() for rank in range(3))
+    run_ranks(3, load_own_rows, str(tmp_path), engine)
     for name in ("plain", "tied"):
         expected = {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()}
-        written = {p.name: p.read_bytes() for p in (tmp_path / f"{name}-again").iterdir()}
-        assert written == expected
+        again = tmp_path / f"{name}-{engine}"
+        assert {p.name: p.read_bytes() for p in again.iterdir()} == expected
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("engine", ["minifsdp", "torch.distributed.fsdp"])
+def test_a_sharded_model_on_meta_loads_its_rows_and_trains(tmp_path, run_ranks, engine):
+    save_hf(filled(UNEVEN), tmp_path / "plain")
+    save_hf(filled(TIED), tmp_path / "tied")
+    run_ranks(3, load_into_meta, str(tmp_path), engine)
+
+
+def save_on_two_axes(root: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from minifsdp import fully_shard
+
+    model = filled(UNEVEN)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "rows")))
+    save_hf(model, Path(root, "replicated"), max_shard_bytes=150)
+
+
+def test_replicas_write_each_row_once_between_them(tmp_path, run_ranks):
+    save_hf(filled(UNEVEN), tmp_path / "plain", max_shard_bytes=150)
+    run_ranks(4, save_on_two_axes, str(tmp_path))
+    for path in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "replicated" / path.name).read_bytes() == path.read_bytes()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
 from minifsdp import FSDPModule, MixedPrecisionPolicy, events
+from minifsdp.collectives import use_collectives
 
 
 class Net(nn.Module):
@@ -177,6 +178,7 @@ def test_bad_values_are_refused(run_ranks):
 
 
 def _reductions_under_way(limit: int) -> int:
+    use_collectives("direct")  # whose reductions overlap with computing
     model = build()
     model.set_reduce_scatter_max_input_buffers(limit)
     model(tokens())

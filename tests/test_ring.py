@@ -1,4 +1,4 @@
-"""Direct exchange gives the bits of gloo's own collectives, whose summation order `ring` knows."""
+"""Our own exchanges give the bits of gloo's collectives, whose summation order `ring` knows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from minifsdp.collectives import ring
 from minifsdp.collectives.backend import BackendCollectives
 from minifsdp.collectives.direct import DirectCollectives
-from minifsdp.collectives.packed import Peers
+from minifsdp.collectives.packed import Gradients, Peers
+from minifsdp.collectives.shared import SharedCollectives
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -68,28 +69,30 @@ def _message(piece_numel: int, dtype: torch.dtype, rank: int, world_size: int) -
 
 
 def _reduced(collectives, message: torch.Tensor, peers: Peers, average: bool) -> torch.Tensor:
-    reduction = collectives.reduction(message.shape[1], message.dtype, peers, CPU)
-    reduction.message.copy_(message)
-    reduction.start(average)
-    return reduction.wait()
+    grads = Gradients([message.view(-1)], (message.shape[1],), message.dtype, average=average)
+    return collectives.reduce_scatter(grads, peers, CPU).wait()
+
+
+def _all_collectives() -> list:
+    direct = DirectCollectives()
+    return [direct, BackendCollectives(), SharedCollectives(direct)]
 
 
 def _reductions_that_differ(dtype: torch.dtype) -> list[tuple[str, int, bool]]:
     peers = Peers.of(dist.group.WORLD)
-    direct, backend = DirectCollectives(), BackendCollectives()
+    everyone = _all_collectives()
     found = []
     for numel in _piece_sizes(dtype, peers.size):
         message = _message(numel, dtype, peers.rank, peers.size)
         for average in (False, True):
-            ours = _reduced(direct, message, peers, average)
-            through_backend = _reduced(backend, message, peers, average)
             gloo = torch.empty(numel, dtype=dtype)
             dist.reduce_scatter_tensor(gloo, message.view(-1))
             if average:
                 gloo.div_(peers.size)
-            for name, result in (("direct", ours), ("backend", through_backend)):
+            for collectives in everyone:
+                result = _reduced(collectives, message, peers, average)
                 if not torch.equal(_bits(result), _bits(gloo)):
-                    found.append((name, numel, average))
+                    found.append((collectives.name, numel, average))
     return found
 
 
@@ -142,13 +145,14 @@ def _gathers_that_differ(cases: list[list[tuple[int, ...]]]) -> list[tuple[str, 
     found = []
     for case, sizes in enumerate(cases):
         everyone = [_parts(rank, sizes) for rank in range(peers.size)]
-        for collectives in (DirectCollectives(), BackendCollectives()):
+        for collectives in _all_collectives():
             mine = everyone[peers.rank]
             outputs = [
                 [torch.empty(peers.size, slot, dtype=part.message_dtype) for slot in part.slots]
                 for part in mine
             ]
-            collectives.all_gather(mine, peers, CPU).wait(outputs)
+            of_ranks = [list(zip(*slots, strict=True)) for slots in outputs]
+            collectives.all_gather(mine, peers, CPU).wait(of_ranks)
             for index, part in enumerate(mine):
                 sent = torch.stack([parts[index].kept for parts in everyone])
                 expected = sent.to(part.message_dtype).split(part.slots, dim=1)
@@ -184,10 +188,10 @@ def _buffers_are_reused() -> list[bool]:
     for collectives in (DirectCollectives(), BackendCollectives()):
         places = []
         for seed in range(3):
-            reduction = collectives.reduction(50_000, torch.float32, peers, CPU)
+            full = torch.full((50_000 * peers.size,), float(seed + peers.rank))
+            grads = Gradients([full], (50_000,), torch.float32)
+            reduction = collectives.reduce_scatter(grads, peers, CPU)
             places.append(reduction.message.data_ptr())
-            reduction.message.fill_(float(seed + peers.rank))
-            reduction.start(average=False)
             expected = float(sum(seed + rank for rank in range(peers.size)))
             seen.append(bool((reduction.wait() == expected).all()))
         seen.append(len(set(places)) < 3)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from minifsdp import MixedPrecisionPolicy, events, fully_shard
+from minifsdp.collectives import use_collectives
 
 NAMES = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
 ROWS, COLUMNS = 5, 5  # of each block's one matrix; the root has one of 3 rows
@@ -46,8 +47,9 @@ class Model(nn.Module):
         return x
 
 
-def _messages(case: str) -> list[tuple[str, int]]:
+def _messages(case: str, collectives: str) -> list[tuple[str, int]]:
     """The messages of the third step, by short names, with their bytes."""
+    use_collectives(collectives)
     settings: dict = {}
     if case == "reshard False":
         settings["reshard_after_forward"] = False
@@ -94,6 +96,7 @@ GOLDENS = {
     "HSDP": FORWARD
     + "AG l2, AG l1, RS l2, AG l0, AR l2, RS l1, AR l1, RS l0, AR l0, RS root, AR root",
 }
+SHARED_HSDP = "AG l2, AG l1, RS l2, AR l2, AG l0, RS l1,"
 
 
 def _bytes(kind: str, unit: str, case: str, world_size: int) -> int:
@@ -105,11 +108,15 @@ def _bytes(kind: str, unit: str, case: str, world_size: int) -> int:
     return piece if kind == "AR" else ranks * piece
 
 
+@pytest.mark.parametrize("collectives", ["shared", "direct", "backend"])
 @pytest.mark.parametrize("case", list(GOLDENS))
-def test_a_step_sends_these_messages_in_this_order(run_ranks, case):
+def test_a_step_sends_these_messages_in_this_order(run_ranks, case, collectives):
+    golden = GOLDENS[case]
+    if collectives == "shared":  # reductions are over at once, so replicas' need not wait
+        golden = golden.replace("AG l2, AG l1, RS l2, AG l0, AR l2, RS l1,", SHARED_HSDP)
     for world_size in (4,) if case == "HSDP" else (2, 3):
-        for messages in run_ranks(world_size, _messages, case):
-            assert ", ".join(name for name, _ in messages) == GOLDENS[case]
+        for messages in run_ranks(world_size, _messages, case, collectives):
+            assert ", ".join(name for name, _ in messages) == golden
             for name, nbytes in messages:
                 assert nbytes == _bytes(*name.split(), case, world_size), name
 

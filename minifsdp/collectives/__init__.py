@@ -1,7 +1,8 @@
 """Moving a unit's parameters and gradients between ranks, behind one small interface.
 
-*backend* calls the process group; *direct* sends each piece straight to each peer (CPU). Both go
-through a packed message, one a unit. `auto` takes *direct* for CPU ranks on gloo, else *backend*.
+*backend* calls the process group; *direct* sends each piece straight to each peer (CPU); *shared*
+copies through shared memory (CPU, one host), and is *direct* where there is none. A unit's
+parameters travel as one message. `auto` is *shared* for CPU ranks on gloo, else *backend*.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch.distributed as dist
 
 from .backend import BackendCollectives, divides
 from .direct import DirectCollectives
-from .packed import Part, Peers
+from .packed import Gradients, Part, Peers
+from .shared import SharedCollectives
 
-__all__ = ["Collectives", "Gather", "Part", "Peers", "Reduction", "all_reduce", "choose"]
-__all__ += ["use_collectives"]
+__all__ = ["Collectives", "Gather", "Gradients", "Part", "Peers", "Reduction", "all_reduce"]
+__all__ += ["choose", "use_collectives"]
 
 
 class Gather(Protocol):
@@ -25,8 +27,11 @@ class Gather(Protocol):
 
     nbytes: int
 
-    def wait(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Fill `outputs`: for each part, one (world_size, slot) view a parameter."""
+    def hold(self) -> None:
+        """Send what the shards hold now, whatever is done to them before the wait."""
+
+    def wait(self, outputs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> None:
+        """Fill `outputs`: for each part and rank, one (slot,) view a parameter."""
 
     def finish(self) -> None:
         """Block until nothing of it is under way."""
@@ -36,14 +41,13 @@ class Gather(Protocol):
 
 
 class Reduction(Protocol):
-    """A reduce-scatter: fill `message`, `start`, `wait`."""
+    """A reduce-scatter under way."""
 
-    nbytes: int
-    message: torch.Tensor
+    is_complete: bool
+    """Whether it was over when it was made, so that waiting costs nothing."""
 
-    def start(self, average: bool) -> None: ...
-    def wait(self) -> torch.Tensor: ...
-    def discard(self) -> None: ...
+    def wait(self) -> torch.Tensor:
+        """This rank's reduced piece, (piece_numel,), in a tensor of its own."""
 
 
 class Collectives(Protocol):
@@ -53,13 +57,13 @@ class Collectives(Protocol):
 
     def all_gather(self, parts: Sequence[Part], peers: Peers, device: torch.device) -> Gather: ...
 
-    def reduction(
-        self, numel: int, dtype: torch.dtype, peers: Peers, device: torch.device
-    ) -> Reduction: ...
+    def reduce_scatter(self, grads: Gradients, peers: Peers, device: torch.device) -> Reduction: ...
 
 
+_DIRECT = DirectCollectives()
 _IMPLEMENTATIONS: dict[str, Collectives] = {
-    "direct": DirectCollectives(),
+    "shared": SharedCollectives(_DIRECT),
+    "direct": _DIRECT,
     "backend": BackendCollectives(),
 }
 _chosen = "auto"
@@ -68,7 +72,7 @@ _chosen = "auto"
 class use_collectives:
     """Choose how messages travel: `use_collectives("direct")`, or `with use_collectives(...):`.
 
-    name: "direct", "backend" or "auto". All ranks must choose the same, outside a step.
+    name: "shared", "direct", "backend" or "auto". All ranks must choose the same, outside a step.
     Raises ValueError for another name.
     """
 
@@ -92,7 +96,7 @@ def choose(peers: Peers, device: torch.device) -> Collectives:
     if _chosen != "auto":
         return _IMPLEMENTATIONS[_chosen]
     on_gloo = device.type == "cpu" and dist.get_backend(peers.group) == "gloo"
-    return _IMPLEMENTATIONS["direct" if on_gloo else "backend"]
+    return _IMPLEMENTATIONS["shared" if on_gloo else "backend"]
 
 
 class all_reduce:

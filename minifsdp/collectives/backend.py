@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .packed import PackedGather, PackedReduction, Part, Peers, Pool
+from .packed import Gradients, PackedGather, PackedReduction, Part, Peers, Pool
 
 
 def divides(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -16,16 +16,16 @@ def divides(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class BackendReduction(PackedReduction):
-    def start(self, average: bool) -> None:
-        message = self.message
-        in_backend = average and divides(self.peers.group, message.device)
-        self._divide = average and not in_backend
-        self._output = torch.empty(self.numel, dtype=self.dtype, device=message.device)
+    def __init__(self, grads: Gradients, peers: Peers, device: torch.device, pool: Pool) -> None:
+        super().__init__(grads, peers, device, pool)
+        in_backend = self.average and divides(peers.group, device)
+        self._divide = self.average and not in_backend
+        self._output = torch.empty(self.numel, dtype=self.dtype, device=device)
         self._work = dist.reduce_scatter_tensor(
             self._output,
-            message.view(-1),
+            self.message.view(-1),
             op=dist.ReduceOp.AVG if in_backend else dist.ReduceOp.SUM,
-            group=self.peers.group,
+            group=peers.group,
             async_op=True,
         )
 
@@ -54,8 +54,8 @@ class BackendCollectives:
             gather.works.append(work)
         return gather
 
-    def reduction(
-        self, numel: int, dtype: torch.dtype, peers: Peers, device: torch.device
+    def reduce_scatter(
+        self, grads: Gradients, peers: Peers, device: torch.device
     ) -> BackendReduction:
-        """A reduction to fill, `numel` elements a rank."""
-        return BackendReduction(numel, dtype, peers, device, self._pool)
+        """Start reducing every rank's `grads`."""
+        return BackendReduction(grads, peers, device, self._pool)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from . import ring
-from .packed import PackedGather, PackedReduction, Part, Peers, Pool, Work
+from .packed import Gradients, PackedGather, PackedReduction, Part, Peers, Pool, Work
 
 
 def exchange(
@@ -29,28 +29,27 @@ def exchange(
 
 
 class DirectReduction(PackedReduction):
-    def start(self, average: bool) -> None:
-        self._average = average
-        size = self.peers.size
+    def __init__(self, grads: Gradients, peers: Peers, device: torch.device, pool: Pool) -> None:
+        super().__init__(grads, peers, device, pool)
+        size, rank = peers.size, peers.rank
         nbytes = self.numel * self.dtype.itemsize * (size - 1)
-        self._received_buffer = self._pool.lease(nbytes, self.message.device)
+        self._received_buffer = pool.lease(nbytes, device)
         received = iter(self._received_buffer.view(self.dtype).view(size - 1, self.numel))
-        rank = self.peers.rank
         self._pieces = [self.message[r] if r == rank else next(received) for r in range(size)]
-        self._works = exchange(self.message, self._pieces, self.peers)
+        self._works = exchange(self.message, self._pieces, peers)
 
     def wait(self) -> torch.Tensor:
         for work in self._works:
             work.wait()
-        size, rank = self.peers.size, self.peers.rank
         output = torch.empty(self.numel, dtype=self.dtype, device=self.message.device)
+        size, rank = self.peers.size, self.peers.rank
         for start, stop, owner in ring.spans(self.numel, size, self.dtype.itemsize, rank):
             first, second, *rest = ring.summation_order(owner, size)
             total = output[start:stop]
             torch.add(self._pieces[first][start:stop], self._pieces[second][start:stop], out=total)
             for r in rest:
                 total.add_(self._pieces[r][start:stop])
-        if self._average:
+        if self.average:
             output.div_(size)
         del self._pieces
         self._pool.give_back(self._received_buffer)
@@ -74,8 +73,8 @@ class DirectCollectives:
             gather.works = exchange(own, gather.message, peers)
         return gather
 
-    def reduction(
-        self, numel: int, dtype: torch.dtype, peers: Peers, device: torch.device
+    def reduce_scatter(
+        self, grads: Gradients, peers: Peers, device: torch.device
     ) -> DirectReduction:
-        """A reduction to fill, `numel` elements a rank."""
-        return DirectReduction(numel, dtype, peers, device, self._pool)
+        """Start reducing every rank's `grads`."""
+        return DirectReduction(grads, peers, device, self._pool)

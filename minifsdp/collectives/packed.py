@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,44 @@ class Part(Protocol):
 
     def source(self) -> torch.Tensor:
         """This rank's flat rows, (piece_numel,), in any dtype and on any device."""
+
+
+class Gradients(NamedTuple):
+    """A unit's whole gradients, on their way to the ranks that own their rows."""
+
+    full: list[torch.Tensor]
+    """Each flat, (numel,). The list is emptied once they have been read, to free them."""
+    slots: tuple[int, ...]
+    """Elements of each one's slot in a rank's piece, padding included."""
+    dtype: torch.dtype
+    """What they are reduced in."""
+    factor: float = 1.0
+    """They are multiplied by it before they are added,"""
+    divisor: float = 1.0
+    """or divided by this."""
+    average: bool = False
+    """Whether the sum is divided by the number of ranks."""
+
+    def scale(self, message: torch.Tensor) -> None:
+        """What is due before the sum, on any part of the message."""
+        if self.divisor != 1:
+            message.div_(self.divisor)
+        if self.factor != 1:
+            message.mul_(self.factor)
+
+
+def place_rows(columns: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write a flat gradient (numel,) into its (world_size, slot) columns, zeros where rows end."""
+    slot = columns.shape[1]
+    if slot == 0:
+        return
+    whole, rest = divmod(rows.numel(), slot)
+    if whole:
+        columns[:whole].copy_(rows[: whole * slot].view(whole, slot))
+    if whole < len(columns):
+        columns[whole, :rest].copy_(rows[whole * slot :])
+        columns[whole, rest:].zero_()
+        columns[whole + 1 :].zero_()
 
 
 class Pool:
@@ -87,13 +125,22 @@ class PackedGather:
             slot = self.message[peers.rank, start:stop].view(part.message_dtype)
             slot.copy_(part.source(), non_blocking=True)
 
-    def wait(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Copy what arrived into `outputs`: for each part, a (world_size, slot) a parameter."""
+    def hold(self) -> None:
+        """Nothing to do: what is sent was copied when the gather began."""
+
+    def wait(self, outputs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> None:
+        """Copy what arrived into `outputs`: for each part and rank, one (slot,) a parameter."""
         self.finish()
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         places = self._places if self.nbytes else []
-        for (part, start, stop), outs in zip(places, outputs, strict=bool(places)):
+        for (part, start, stop), of_ranks in zip(places, outputs, strict=bool(places)):
             columns = self.message[:, start:stop].view(part.message_dtype)
-            torch.split_with_sizes_copy(columns, list(part.slots), dim=1, out=list(outs))
+            for piece, slots in zip(columns, of_ranks, strict=True):
+                sources += piece.split(part.slots)
+                targets += slots
+        if targets:
+            torch._foreach_copy_(targets, sources)
         self.discard()
 
     def finish(self) -> None:
@@ -109,18 +156,24 @@ class PackedGather:
 
 
 class PackedReduction:
-    """A reduce-scatter that is being filled (`message`), then under way, then waited for."""
+    """A reduce-scatter under way, from a packed message of all gradients."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, peers: Peers, device: torch.device, pool):
-        self.numel, self.dtype, self.peers, self._pool = numel, dtype, peers, pool
-        self.nbytes = numel * peers.size * dtype.itemsize
-        self._buffer = pool.lease(self.nbytes, device)
-        self.message = self._buffer.view(dtype).view(peers.size, numel)
-        """(world_size, numel): row r is what rank r will own. The caller writes every element."""
+    is_complete = False
 
-    def start(self, average: bool) -> None:
-        """Send the filled message on its way; the mean over ranks if `average`, else the sum."""
-        raise NotImplementedError
+    def __init__(self, grads: Gradients, peers: Peers, device: torch.device, pool: Pool) -> None:
+        self.peers, self._pool = peers, pool
+        self.average, self.dtype = grads.average, grads.dtype
+        self.numel = sum(grads.slots)
+        nbytes = self.numel * peers.size * grads.dtype.itemsize
+        self._buffer = pool.lease(nbytes, device)
+        self.message = self._buffer.view(grads.dtype).view(peers.size, self.numel)
+        """(world_size, numel): row r is what rank r will own."""
+        columns = self.message.split(grads.slots, dim=1)
+        for index, column in enumerate(columns):
+            place_rows(column, grads.full[index])
+            grads.full[index] = None  # free it
+        grads.full.clear()
+        grads.scale(self.message)
 
     def wait(self) -> torch.Tensor:
         """This rank's reduced piece, (numel,), in a tensor of its own."""

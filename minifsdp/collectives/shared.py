@@ -1,0 +1,264 @@
+"""Collectives through shared memory, for CPU ranks on one host (see `mailbox`).
+
+[Note: nothing is sent ahead]
+Between hosts a message sent early hides behind computing, because somebody else carries it. On one
+host the ranks' own cores copy it, whenever that is. So a gather only begins when it is waited for:
+the parameters of the next unit take no memory before, and a chunk goes from core to core through
+the cache. A reduction is over when its start returns.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from . import ring
+from .direct import DirectCollectives
+from .mailbox import DifferentHosts, Mailboxes, Unavailable, label
+from .packed import Gradients, Part, Peers
+
+
+class Cut(NamedTuple):
+    """What of each slot lies in one chunk of a piece."""
+
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+    """Elements of each span, in order."""
+    spans: tuple[tuple[int, int, int], ...]
+    """(slot, start, stop) inside the slot."""
+
+
+@lru_cache(maxsize=4096)
+def cuts(slots: tuple[int, ...], capacity: int) -> tuple[Cut, ...]:
+    """Cut a piece, slots side by side, into chunks of at most `capacity` elements."""
+    result, total = [], sum(slots)
+    for first in range(0, total, capacity):
+        last, spans, position = min(total, first + capacity), [], 0
+        for index, slot in enumerate(slots):
+            start, stop = max(first, position), min(last, position + slot)
+            if start < stop:
+                spans.append((index, start - position, stop - position))
+            position += slot
+        sizes = tuple(stop - start for _, start, stop in spans)
+        result.append(Cut(first, last, sizes, tuple(spans)))
+    return tuple(result)
+
+
+class SharedGather:
+    """An all-gather that begins when it is waited for."""
+
+    def __init__(self, parts: Sequence[Part], mailboxes: Mailboxes) -> None:
+        self._parts, self._mailboxes = parts, mailboxes
+        self._held: list[torch.Tensor] | None = None
+        piece_bytes = sum(sum(part.slots) * part.message_dtype.itemsize for part in parts)
+        self.nbytes = piece_bytes * mailboxes.peers.size
+
+    def hold(self) -> None:
+        """Send what the shards hold now, whatever is done to them before the wait."""
+        self._held = [part.source().to(part.message_dtype, copy=True) for part in self._parts]
+
+    def wait(self, outputs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> None:
+        """Fill `outputs`: for each part and rank, one (slot,) a parameter."""
+        for index, (part, of_ranks) in enumerate(zip(self._parts, outputs, strict=True)):
+            source = part.source() if self._held is None else self._held[index]
+            self._gather(part, source, of_ranks)
+
+    def _gather(
+        self, part: Part, source: torch.Tensor, of_ranks: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        dtype, rank = part.message_dtype, self._mailboxes.peers.rank
+        chunks = cuts(part.slots, self._mailboxes.half_bytes // dtype.itemsize)
+
+        def write(cut: Cut, half: torch.Tensor) -> None:
+            size = cut.stop - cut.start
+            half[: size * dtype.itemsize].view(dtype).copy_(source[cut.start : cut.stop])
+
+        def read(cut: Cut, halves: Sequence[torch.Tensor]) -> None:
+            nbytes = (cut.stop - cut.start) * dtype.itemsize
+            targets: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
+            for r, half in enumerate(halves):
+                piece = half[:nbytes].view(dtype) if r != rank else source[cut.start : cut.stop]
+                sources += piece.split(cut.sizes)
+                targets += _spans(of_ranks[r], cut)
+            torch._foreach_copy_(targets, sources)
+
+        _exchange(self._mailboxes, chunks, label("all-gather", self.nbytes), write, read)
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def discard(self) -> None:
+        """Nothing has arrived."""
+
+
+class SharedReduction:
+    """A reduce-scatter, over when it has been made."""
+
+    is_complete = True
+
+    def __init__(self, grads: Gradients, mailboxes: Mailboxes) -> None:
+        self._grads, self._peers = grads, mailboxes.peers
+        size, rank = self._peers.size, self._peers.rank
+        numel, itemsize = sum(grads.slots), grads.dtype.itemsize
+        self._rows = [
+            _rows_by_rank(grad, slot, size)
+            for grad, slot in zip(grads.full, grads.slots, strict=True)
+        ]
+        self._output = torch.empty(numel, dtype=grads.dtype)
+        self._lane_bytes = mailboxes.half_bytes // (size - 1) // 16 * 16
+        chunks = cuts(grads.slots, self._lane_bytes // itemsize)
+        whole = cuts(grads.slots, max(1, numel))
+        for cut in whole:
+            self._place(cut, rank, self._output)
+        number = label("reduce-scatter", numel * size * itemsize)
+        _exchange(mailboxes, chunks, number, self._write, self._read)
+        grads.full.clear()
+        del self._rows
+
+    def wait(self) -> torch.Tensor:
+        """This rank's reduced piece, (numel,), in a tensor of its own."""
+        return self._output
+
+    def _lane(self, half: torch.Tensor, owner: int, reader: int, cut: Cut) -> torch.Tensor:
+        """Where in `owner`'s half its chunk for `reader` lies."""
+        start = self._lane_bytes * (reader - (reader > owner))
+        nbytes = (cut.stop - cut.start) * self._grads.dtype.itemsize
+        return half[start : start + nbytes].view(self._grads.dtype)
+
+    def _place(self, cut: Cut, rank: int, target: torch.Tensor) -> None:
+        """Write what `rank` owns of the gradients, scaled, zeros where rows end."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for view, (index, start, stop) in zip(target.split(cut.sizes), cut.spans, strict=True):
+            rows = self._rows[index][rank]
+            there = max(start, min(stop, rows.numel()))
+            if there < stop:
+                view[there - start :].zero_()
+                view = view[: there - start]
+            if start < there:
+                targets.append(view)
+                sources.append(rows if there - start == rows.numel() else rows[start:there])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._grads.scale(target)
+
+    def _write(self, cut: Cut, half: torch.Tensor) -> None:
+        for reader in range(self._peers.size):
+            if reader != self._peers.rank:
+                self._place(cut, reader, self._lane(half, self._peers.rank, reader, cut))
+
+    def _read(self, cut: Cut, halves: Sequence[torch.Tensor]) -> None:
+        """Add the peers' rows to this rank's, in gloo's order."""
+        size, rank = self._peers.size, self._peers.rank
+        mine = self._output[cut.start : cut.stop]
+        lanes = [mine if r == rank else self._lane(h, r, rank, cut) for r, h in enumerate(halves)]
+        if size == 2:  # both orders round alike
+            mine.add_(lanes[1 - rank])
+        else:
+            numel, itemsize = self._output.numel(), self._grads.dtype.itemsize
+            for start, stop, owner in ring.spans(numel, size, itemsize, rank):
+                first, last = max(start, cut.start) - cut.start, min(stop, cut.stop) - cut.start
+                if first < last:
+                    values = [lane[first:last] for lane in lanes]
+                    _add_up(values, rank, ring.summation_order(owner, size))
+        if self._grads.average:
+            mine.div_(size)
+
+
+def _rows_by_rank(grad: torch.Tensor, slot: int, size: int) -> list[torch.Tensor]:
+    """A flat gradient's rows by the rank that owns them; fewer or none on the last ranks."""
+    rows = list(grad.split(slot)) if slot else []
+    return rows + [grad[:0]] * (size - len(rows))
+
+
+def _spans(slots: Sequence[torch.Tensor], cut: Cut) -> list[torch.Tensor]:
+    return [
+        slots[index] if stop - start == slots[index].numel() else slots[index][start:stop]
+        for index, start, stop in cut.spans
+    ]
+
+
+def _add_up(values: Sequence[torch.Tensor], rank: int, order: Sequence[int]) -> None:
+    """Add all values in `order` into `values[rank]`."""
+    mine, at = values[rank], order.index(rank)
+    if at < 2:
+        mine.add_(values[order[1 - at]])
+        later = order[2:]
+    else:
+        before = values[order[0]] + values[order[1]]
+        for r in order[2:at]:
+            before.add_(values[r])
+        torch.add(before, mine, out=mine)
+        later = order[at + 1 :]
+    for r in later:
+        mine.add_(values[r])
+
+
+def _exchange(
+    mailboxes: Mailboxes,
+    chunks: Sequence[Cut],
+    number: int,
+    write: Callable[[Cut, torch.Tensor], None],
+    read: Callable[[Cut, Sequence[torch.Tensor]], None],
+) -> None:
+    """Write and read every chunk, one ahead of the peers' reading."""
+    for index in range(len(chunks) + 1):
+        if index < len(chunks):
+            write(chunks[index], mailboxes.write())
+            mailboxes.publish(number)
+        if index > 0:
+            read(chunks[index - 1], mailboxes.read(number))
+            mailboxes.release()
+
+
+class SharedCollectives:
+    """Mailboxes in shared memory; *direct* for groups that cannot have them."""
+
+    name = "shared"
+
+    def __init__(self, direct: DirectCollectives) -> None:
+        self._direct = direct
+        self._of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailboxes | None]
+        self._of_group = weakref.WeakKeyDictionary()
+
+    def _mailboxes(self, peers: Peers) -> Mailboxes | None:
+        """The group's mailboxes, made at its first message; None if it cannot have any."""
+        if peers.group not in self._of_group:
+            mailboxes: Mailboxes | None = None
+            try:
+                mailboxes = Mailboxes(peers)
+            except DifferentHosts:
+                pass
+            except Unavailable as why:
+                if peers.rank == 0:
+                    warnings.warn(
+                        f"ranks of one host cannot share memory ({why}), so they send messages "
+                        "through sockets, which is slower: make room in it, or choose "
+                        'use_collectives("direct")',
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+            self._of_group[peers.group] = mailboxes
+        return self._of_group[peers.group]
+
+    def all_gather(self, parts: Sequence[Part], peers: Peers, device: torch.device):
+        """Prepare to gather every rank's `parts`."""
+        mailboxes = self._mailboxes(peers)
+        if mailboxes is None:
+            return self._direct.all_gather(parts, peers, device)
+        return SharedGather(parts, mailboxes)
+
+    def reduce_scatter(self, grads: Gradients, peers: Peers, device: torch.device):
+        """Reduce every rank's `grads`."""
+        mailboxes = self._mailboxes(peers)
+        if mailboxes is None:
+            return self._direct.reduce_scatter(grads, peers, device)
+        return SharedReduction(grads, mailboxes)
