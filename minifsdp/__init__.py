@@ -10,6 +10,7 @@ from .clip import clip_grad_norm_
 from .module import FSDPModule, UnshardHandle
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .state import full_state_dict, load_full_state_dict
+from .stepping import step_in_backward
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -23,4 +24,5 @@ __all__ = [
     "load_full_state_dict",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "step_in_backward",
 ]

@@ -88,6 +88,7 @@ def _reshard_around_state_dicts(params: list[ShardedParam], unit: ScheduledUnit)
     """
 
     def reshard(*_: Any) -> None:
+        unit.settle()
         unit.reshard()
 
     def adopt(*_: Any) -> None:

@@ -34,6 +34,15 @@ def _over_ranks(norms: torch.Tensor, norm_type: float, mesh: DeviceMesh, axis: i
     return powers ** (1.0 / norm_type)
 
 
+_STEPPED = "_minifsdp_stepped_in_backward"  # on parameters whose gradients nobody sees
+
+
+def refuse_clipping(params: Iterable[torch.Tensor]) -> None:
+    """Have `clip_grad_norm_` refuse `params`, because backward steps on their gradients."""
+    for param in params:
+        setattr(param, _STEPPED, True)
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -45,9 +54,15 @@ def clip_grad_norm_(
 
     All ranks call it. Scales gradients in place so that their total norm is at most `max_norm`;
     returns the norm from before, a 0-d tensor, the same on all ranks. Replicas are counted once.
-    Raises RuntimeError if `error_if_nonfinite` and the norm is not finite.
+    Raises RuntimeError if `error_if_nonfinite` and the norm is not finite, and for parameters that
+    `step_in_backward` steps in backward.
     """
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(hasattr(param, _STEPPED) for param in params):
+        raise RuntimeError(
+            "these parameters are stepped on in backward, before there is a norm to clip by: use "
+            "step_in_backward(model, make_optimizer, max_norm=...)"
+        )
     grads = [p.grad for p in params if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from .layout import PieceLayout, RowLayout
+from .offload import bring_up
 from .param import ShardedParam
 
 _ALIGNMENT = 64  # bytes, between full parameters: what torch's allocators give each tensor
@@ -27,11 +28,13 @@ class FlatShard:
         layouts: Sequence[RowLayout],
         rank: int,
         message_dtype: torch.dtype,
+        staged: bool = False,
     ) -> None:
         self.params = list(params)
         self.layouts = list(layouts)
         self.rank = rank
         self.message_dtype = message_dtype
+        self._staged = staged
         self.piece = PieceLayout.of(layouts)
         self.slots = self.piece.slots
         self.flat: torch.Tensor | None = None
@@ -42,6 +45,13 @@ class FlatShard:
     def source(self) -> torch.Tensor:
         """This rank's piece, (numel,), as it is kept."""
         return self.flat
+
+    def copy_into(self, slot: torch.Tensor) -> None:
+        """Write this rank's piece into its `slot` of a message, in the message's dtype."""
+        if self._staged and (self.flat.dtype != slot.dtype or not self.flat.is_pinned()):
+            bring_up(self.flat, slot)
+        else:
+            slot.copy_(self.flat, non_blocking=True)
 
     def fill(self, rows: Sequence[torch.Tensor], device: torch.device, pinned: bool) -> None:
         """Allocate the buffer on `device` and copy each parameter's local rows into its slot."""

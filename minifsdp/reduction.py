@@ -7,15 +7,16 @@ most a unit's parameters and its gradients, or its gradients and a message, are 
 no hook runs for a parameter. Contributions to one gradient are added before they are rounded.
 
 [Note: a reduction is a short pipeline]
-message -> reduce-scatter -> (2-D mesh: all-reduce over replicas) -> divide, hand out.
-Each `advance` waits for one stage and starts the next, so that stages of one unit overlap with the
-backward of the units before it.
+message -> reduce-scatter -> (2-D mesh: all-reduce over replicas) -> divide -> (offloaded: down to
+the host) -> hand out. Each `advance` waits for one stage and starts the next, so that stages of one
+unit overlap with the backward of the units before it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NoReturn
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from . import collectives, debug, events
 from .collectives import Gradients
 from .message import LocalReduction
+from .offload import Descent
 from .param import ShardedParam, post_accumulate_hooks
 from .scaling import Scaling, scaling
 from .unit import Unit
@@ -51,6 +53,8 @@ class GradientReducer:
         self.force_sum = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.hook_stream: torch.Stream | None = None
+        self.on_gradients: Callable[[], Future[None] | None] | None = None
+        """Called when gradients have been handed out; may step, and may go on stepping behind."""
         self.peers = unit.home.shards
         self._unsynced: dict[ShardedParam, torch.Tensor] = {}
         self._partial: torch.Tensor | None = None
@@ -61,6 +65,7 @@ class GradientReducer:
         self._reducing: list[ShardedParam] = []
         self._scatter: collectives.Reduction | LocalReduction | None = None
         self._replicate: collectives.all_reduce | None = None
+        self._descent: Descent | None = None
 
     # Collecting
 
@@ -154,7 +159,8 @@ class GradientReducer:
     def _is_local(self) -> bool:
         """Whether gradients need no message: one rank, and nobody wants to see one."""
         home = self.unit.home
-        return home.shards.size == 1 and home.replicas is None and self.all_reduce_hook is None
+        alone = home.shards.size == 1 and home.replicas is None
+        return alone and self.all_reduce_hook is None and not self.unit.staged
 
     def _scaling(self, dtype: torch.dtype) -> Scaling:
         home = self.unit.home
@@ -166,23 +172,13 @@ class GradientReducer:
         """Wait for the stage under way and start the next; returns whether one is."""
         if self._scatter is not None:
             rows, self._scatter = self._scatter.wait(), None
-            if self.unit.home.replicas is None:
-                self._hand_out(rows)
-                return False
-            if self._partial is not None:
-                rows.add_(self._partial)
-                self._partial = None
-            if not self.all_reduces:
-                self._partial = rows
-                return False
-            average = self._scaling(rows.dtype).average_replicas
-            self._replicate = collectives.all_reduce(rows, self.unit.home.replicas, average)
-            if events.listeners:
-                events.emit("all_reduce", self.unit.name, rows.nbytes)
-            return True
+            return self._settle(rows) if self.unit.home.replicas is None else self._across(rows)
         if self._replicate is not None:
             rows, self._replicate = self._replicate.wait(), None
-            self._hand_out(rows)
+            return self._settle(rows)
+        if self._descent is not None:
+            descent, self._descent = self._descent, None
+            self._hand_out(descent.wait(), borrowed=True)
         return False
 
     def finish(self) -> None:
@@ -190,24 +186,52 @@ class GradientReducer:
         while self.advance():
             pass
 
-    # Handing out
+    def _across(self, rows: torch.Tensor) -> bool:
+        """Reduce over replicas, or keep for a backward that does."""
+        if self._partial is not None:
+            rows.add_(self._partial)
+            self._partial = None
+        if not self.all_reduces:
+            self._partial = rows
+            return False
+        average = self._scaling(rows.dtype).average_replicas
+        self._replicate = collectives.all_reduce(rows, self.unit.home.replicas, average)
+        if events.listeners:
+            events.emit("all_reduce", self.unit.name, rows.nbytes)
+        return True
 
-    def _hand_out(self, rows: torch.Tensor) -> None:
-        """Give each parameter its slice of the reduced piece."""
+    def _settle(self, rows: torch.Tensor) -> bool:
+        """Reduced everywhere: divide, and bring down or hand out."""
         self._call_hook(rows)
         after = self._scaling(rows.dtype).divide_after
         if after != 1:
             rows.div_(after)
-        rows = rows.to(self._reducing[0].sharded.dtype)
-        if self.unit.offloaded:
-            rows = rows.cpu()
+        if self.unit.offloaded and self.unit.staged:
+            self._descent = Descent(rows)
+            return True
+        self._hand_out(rows.cpu() if self.unit.offloaded else rows)
+        return False
+
+    # Handing out
+
+    def _hand_out(self, rows: torch.Tensor, borrowed: bool = False) -> None:
+        """Give each parameter its slice of the reduced piece, which may be in a borrowed buffer."""
+        dtype = self._reducing[0].sharded.dtype
+        rows = rows.to(dtype, copy=borrowed)
         rank = self.unit.home.shards.rank
-        pieces = rows.split([param.layout.slot_numel for param in self._reducing])
+        pieces = torch.split_with_sizes(rows, [p.layout.slot_numel for p in self._reducing])
         for param, piece in zip(self._reducing, pieces, strict=True):
             self._add_gradient(param, piece[: param.layout.numel_of(rank)])
         self._reducing = []
+        self._gradients_are_there()
+
+    def _gradients_are_there(self) -> None:
         if events.listeners:
             events.emit("reduced", self.unit.name)
+        if self.on_gradients is not None and self.unit.runtime.root().is_last_backward:
+            stepping = self.on_gradients()
+            if stepping is not None:
+                self.unit.begin_step(stepping)
 
     def _call_hook(self, rows: torch.Tensor) -> None:
         if self.all_reduce_hook is None:
@@ -232,6 +256,7 @@ class GradientReducer:
                     grad = grad / divisor
             grad = grad.to(param.sharded.dtype)
             self._add_gradient(param, grad.cpu() if self.unit.offloaded else grad)
+        self._gradients_are_there()
 
     def _add_gradient(self, param: ShardedParam, rows: torch.Tensor) -> None:
         """Give the sharded parameter its reduced `rows`, of any shape."""
@@ -246,7 +271,7 @@ class GradientReducer:
 
     def give_up(self, accumulated: bool) -> None:
         """Forget gradients of this backward that were not handed out; and the accumulated ones?"""
-        for pending in (self._scatter, self._replicate):
+        for pending in (self._scatter, self._replicate, self._descent):
             if pending is not None:
                 pending.wait()
         for param in self.unit.params:

@@ -144,6 +144,7 @@ class Runtime:
         while self._pending:
             self._pending.popleft().reducer.finish()
         for unit in self.units():
+            unit.settle()  # so that parameters are at rest when backward returns
             unit.predecessors.clear()
             if unit.state is State.GATHERING:
                 unit.reshard()

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from enum import Enum
 
 import torch
@@ -23,6 +24,7 @@ from . import collectives, debug, events
 from .flat import FlatShard
 from .layout import RowLayout
 from .message import LocalGather
+from .offload import is_staged
 from .param import Owner, ShardedParam
 from .placement import Home
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -54,6 +56,8 @@ class Unit:
         self._pinned = (
             self.offloaded and offload_policy.pin_memory and torch.accelerator.is_available()
         )
+        self.staged = is_staged(home.device, self._pinned)
+        self._stepping: Future[None] | None = None
         self.state = State.SHARDED
         self._parts: list[FlatShard] = []
         self._near_parts: list[FlatShard] = []
@@ -91,7 +95,7 @@ class Unit:
         self._parts = []
         for (dtype, device), members in groups.items():
             layouts = [p.layout for p in members]
-            part = FlatShard(members, layouts, rank, self._message_dtype(dtype))
+            part = FlatShard(members, layouts, rank, self._message_dtype(dtype), self.staged)
             part.fill([rows[p] for p in members], device, self._pinned and device.type == "cpu")
             self._parts.append(part)
             for param, local in zip(members, part.views(), strict=True):
@@ -128,12 +132,26 @@ class Unit:
                 "them one dtype, or shard those of another dtype as a unit of their own"
             )
 
+    # Stepped on a thread of its own
+
+    def begin_step(self, stepping: Future[None]) -> None:
+        """The rows are being stepped; they are not to be read before that is over."""
+        self.settle()
+        self._stepping = stepping
+
+    def settle(self) -> None:
+        """Block until no step is under way. Raises what the step raised."""
+        if self._stepping is not None:
+            stepping, self._stepping = self._stepping, None
+            stepping.result()
+
     # Unshard
 
     def unshard(self) -> None:
         """Start gathering the parameters, unless they are whole or already on their way."""
         if not self.params or self.state in (State.UNSHARDED, State.GATHERING):
             return
+        self.settle()
         near = self.state is State.NEAR
         peers = self.near.shards if near else self.home.shards
         parts = self._near_parts if near else self._parts

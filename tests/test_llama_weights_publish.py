@@ -42,6 +42,13 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", SAVES)
+def test_a_type_that_weights_are_not_kept_in_is_refused(tmp_path, kind):
+    with pytest.raises(ValueError, match=r"weight cannot be saved as torch\.int8"):
+        SAVES[kind](filled(CONFIG), tmp_path / "export", dtype=torch.int8)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", SAVES)
 def test_a_disk_without_room_is_found_before_anything_is_written(tmp_path, monkeypatch, kind):
     usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

@@ -129,6 +129,9 @@ class _Part:
     def source(self) -> torch.Tensor:
         return self.kept
 
+    def copy_into(self, slot: torch.Tensor) -> None:
+        slot.copy_(self.kept)
+
 
 def _parts(rank: int, sizes: list[tuple[int, ...]]) -> list[_Part]:
     generator = torch.Generator().manual_seed(rank)

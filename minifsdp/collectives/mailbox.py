@@ -85,6 +85,8 @@ class Mailboxes:
         self._ranks = dist.get_process_group_ranks(peers.group)
         self._others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
         self._timeout_seconds = _timeout_seconds(peers.group)
+        self.scratch = torch.empty(_HALF_BYTES if peers.size > 2 else 0, dtype=torch.uint8)
+        """For sums of a chunk, (half_bytes,) uint8; two ranks need none."""
         self._next = 0  # the number of the chunk that this rank writes next
         self._done = 0  # chunks that it has read
         fd, token, failure = -1, secrets.randbits(62), ""

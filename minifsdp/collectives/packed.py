@@ -34,6 +34,9 @@ class Part(Protocol):
     def source(self) -> torch.Tensor:
         """This rank's flat rows, (piece_numel,), in any dtype and on any device."""
 
+    def copy_into(self, slot: torch.Tensor) -> None:
+        """Write them into `slot`, (piece_numel,), in the message's dtype and on its device."""
+
 
 class Gradients(NamedTuple):
     """A unit's whole gradients, on their way to the ranks that own their rows."""
@@ -122,8 +125,7 @@ class PackedGather:
         if not self.nbytes:
             return  # there is nothing to view as a dtype
         for part, start, stop in self._places:
-            slot = self.message[peers.rank, start:stop].view(part.message_dtype)
-            slot.copy_(part.source(), non_blocking=True)
+            part.copy_into(self.message[peers.rank, start:stop].view(part.message_dtype))
 
     def hold(self) -> None:
         """Nothing to do: what is sent was copied when the gather began."""

@@ -105,7 +105,7 @@ class SharedReduction:
     is_complete = True
 
     def __init__(self, grads: Gradients, mailboxes: Mailboxes) -> None:
-        self._grads, self._peers = grads, mailboxes.peers
+        self._grads, self._mailboxes, self._peers = grads, mailboxes, mailboxes.peers
         size, rank = self._peers.size, self._peers.rank
         numel, itemsize = sum(grads.slots), grads.dtype.itemsize
         self._rows = [
@@ -121,11 +121,15 @@ class SharedReduction:
         number = label("reduce-scatter", numel * size * itemsize)
         _exchange(mailboxes, chunks, number, self._write, self._read)
         grads.full.clear()
-        del self._rows
+        del self._rows, self._mailboxes
 
     def wait(self) -> torch.Tensor:
         """This rank's reduced piece, (numel,), in a tensor of its own."""
         return self._output
+
+    def _scratch(self, numel: int) -> torch.Tensor:
+        dtype = self._grads.dtype
+        return self._mailboxes.scratch[: numel * dtype.itemsize].view(dtype)
 
     def _lane(self, half: torch.Tensor, owner: int, reader: int, cut: Cut) -> torch.Tensor:
         """Where in `owner`'s half its chunk for `reader` lies."""
@@ -168,7 +172,8 @@ class SharedReduction:
                 first, last = max(start, cut.start) - cut.start, min(stop, cut.stop) - cut.start
                 if first < last:
                     values = [lane[first:last] for lane in lanes]
-                    _add_up(values, rank, ring.summation_order(owner, size))
+                    order = ring.summation_order(owner, size)
+                    _add_up(values, rank, order, self._scratch(last - first))
         if self._grads.average:
             mine.div_(size)
 
@@ -186,17 +191,19 @@ def _spans(slots: Sequence[torch.Tensor], cut: Cut) -> list[torch.Tensor]:
     ]
 
 
-def _add_up(values: Sequence[torch.Tensor], rank: int, order: Sequence[int]) -> None:
+def _add_up(
+    values: Sequence[torch.Tensor], rank: int, order: Sequence[int], scratch: torch.Tensor
+) -> None:
     """Add all values in `order` into `values[rank]`."""
     mine, at = values[rank], order.index(rank)
     if at < 2:
         mine.add_(values[order[1 - at]])
         later = order[2:]
     else:
-        before = values[order[0]] + values[order[1]]
+        torch.add(values[order[0]], values[order[1]], out=scratch)
         for r in order[2:at]:
-            before.add_(values[r])
-        torch.add(before, mine, out=mine)
+            scratch.add_(values[r])
+        torch.add(scratch, mine, out=mine)
         later = order[at + 1 :]
     for r in later:
         mine.add_(values[r])

@@ -1,0 +1,150 @@
+"""Optimizers that step a unit at a time: as its gradients arrive, or behind the next forward.
+
+[Note: an optimizer for each unit]
+An optimizer that steps after backward needs every gradient at once. One for each unit can step as
+soon as the unit's gradients are reduced, in the middle of backward, and free them: only one unit's
+gradients are there at a time. Units whose rows are on the host step on a thread of their own, while
+the device goes on with backward. Clipping needs the norm of all gradients first; then units step in
+the order of forward, those on the host behind the forward that has begun: a unit is not gathered
+before it has stepped. Each parameter is stepped by the same call on the same rows either way, so
+the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .clip import clip_grad_norm_, refuse_clipping
+from .hooks import ScheduledUnit, unit_of
+from .module import FSDPModule
+
+
+class UnitOptimizers:
+    """What `step_in_backward` returns; use it as one optimizer."""
+
+    def __init__(
+        self,
+        units: list[ScheduledUnit],
+        make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        max_norm: float | None,
+    ) -> None:
+        self._max_norm = max_norm
+        self._units: list[tuple[ScheduledUnit, Optimizer]] = []
+        self.norm: torch.Tensor | None = None
+        """With `max_norm`, the norm of all gradients before they were clipped at the last step."""
+        self._worker = ThreadPoolExecutor(1, "minifsdp-optimizer")
+        for unit in units:
+            params = [p.sharded for p in unit.params if p.requires_grad]
+            if not params:
+                continue
+            optimizer = make_optimizer(params)
+            self._units.append((unit, optimizer))
+            if max_norm is None:
+                unit.reducer.on_gradients = _Stepper(optimizer, unit, self._worker)
+                refuse_clipping(params)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """One for each unit that trains, as torch.distributed.checkpoint takes them."""
+        return [optimizer for _, optimizer in self._units]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers: set `group["lr"]` in each."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """With `max_norm`, clip and step; without, backward has, and what still runs is waited for.
+
+        With `max_norm`, units on the host step behind what follows; `wait` waits for them.
+        """
+        self.wait()
+        if self._max_norm is None:
+            return
+        self.norm = clip_grad_norm_(list(self._params()), self._max_norm)
+        for unit, optimizer in self._units:
+            stepping = _Stepper(optimizer, unit, self._worker)()
+            if stepping is not None:
+                unit.begin_step(stepping)
+
+    def wait(self) -> None:
+        """Block until every step that was begun is over. Raises what a step raised."""
+        for unit, _ in self._units:
+            unit.settle()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: a gradient is gone once it has been stepped on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizers' states, in the order of units."""
+        self.wait()
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned. Raises ValueError for another number of units."""
+        states = state["optimizers"]
+        if len(states) != len(self._units):
+            raise ValueError(
+                f"the state is of {len(states)} units' optimizers, the model has "
+                f"{len(self._units)}: shard it as it was sharded when it was saved"
+            )
+        self.wait()
+        for optimizer, its_state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(its_state)
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+
+class _Stepper:
+    """Steps one unit and frees its gradients; on the worker if the unit is on the host."""
+
+    def __init__(self, optimizer: Optimizer, unit: ScheduledUnit, worker: ThreadPoolExecutor):
+        self._optimizer = optimizer
+        self._in_background = unit.offloaded
+        self._worker = worker
+
+    def __call__(self) -> Future[None] | None:
+        if not self._in_background:
+            self._step()
+            return None
+        return self._worker.submit(self._step)
+
+    def _step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def step_in_backward(
+    model: FSDPModule,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    max_norm: float | None = None,
+) -> UnitOptimizers:
+    """Give each unit an optimizer of its own, which steps as soon as its gradients are reduced.
+
+        optimizer = step_in_backward(model, lambda params: torch.optim.AdamW(params, fused=True))
+        loss.backward()   # steps
+        optimizer.step()  # waits for steps that run on the host
+
+    Gradients are never all there at once. Before the last of several micro-batches, use
+    `set_requires_gradient_sync(False)` or `set_is_last_backward(False)`.
+
+    make_optimizer: from one unit's trainable parameters (DTensors) to an optimizer over them.
+    max_norm: clip all gradients to this norm. Then `step` does the stepping, a unit at a time;
+        units that are offloaded step while the next forward runs.
+
+    Raises ValueError for a model that is not sharded.
+    """
+    if not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"step_in_backward takes a module that fully_shard returned, not {type(model).__name__}"
+        )
+    units = dict.fromkeys(u for m in model.modules() if (u := unit_of(m)) is not None)
+    return UnitOptimizers(list(units), make_optimizer, max_norm)
