@@ -147,7 +147,7 @@ class LlamaConfig:
         dim = _take(meta, "dim", path)
         heads = _take(meta, "n_heads", path)
         multiple = _take(meta, "multiple_of", path)
-        hidden = int(_take_number(meta, "ffn_dim_multiplier", path, 1.0) * int(2 * 4 * dim / 3))
+        multiplier = _take_number(meta, "ffn_dim_multiplier", path, 1.0)
         counted = meta.get("vocab_size", -1) != -1
         theta = _take_number(meta, "rope_theta", path, 10000.0)
         return cls._from_file(
@@ -156,7 +156,7 @@ class LlamaConfig:
             n_layers=_take(meta, "n_layers", path),
             n_heads=heads,
             n_kv_heads=_take(meta, "n_kv_heads", path, heads),
-            ffn_hidden=math.ceil(hidden / multiple) * multiple,
+            ffn_hidden=_meta_hidden(dim, multiple, multiplier),
             vocab_size=_take(meta, "vocab_size", path) if counted else _vocabulary_beside(path),
             norm_eps=_take_number(meta, "norm_eps", path, 1e-5),
             rope_theta=theta,
@@ -197,6 +197,37 @@ class LlamaConfig:
             "bos_token_id": 1,
             "eos_token_id": 2,
         }
+
+    def to_meta(self) -> dict[str, Any]:
+        """The contents of a `params.json` that gives this shape.
+
+        `max_seq_len` and `tie_embeddings` are left out, and `rope_theta` where it is Llama 2's:
+        Meta's own loader refuses keys that its `ModelArgs` lacks or is given twice.
+        """
+        base = int(2 * 4 * self.dim / 3)
+        # Llama 2 7B and 13B, 70B, then whatever gives the hidden size: a multiple of 1 rounds
+        # nothing up, and half above it int() cannot fall short by a rounding of the product.
+        choices = [(256, 1.0), (4096, 1.3), (1, (self.ffn_hidden + 0.5) / base)]
+        multiple, multiplier = next(
+            c for c in choices if _meta_hidden(self.dim, *c) == self.ffn_hidden
+        )
+        return {
+            "dim": self.dim,
+            "multiple_of": multiple,
+            **({} if multiplier == 1.0 else {"ffn_dim_multiplier": multiplier}),
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.n_kv_heads,
+            "n_layers": self.n_layers,
+            "norm_eps": self.norm_eps,
+            **({} if self.rope_theta == 10000.0 else {"rope_theta": self.rope_theta}),
+            "vocab_size": self.vocab_size,
+        }
+
+
+def _meta_hidden(dim: int, multiple: int, multiplier: float) -> int:
+    """Width inside the feed-forward as meta-llama's model.py computes it."""
+    hidden = int(multiplier * int(2 * 4 * dim / 3))
+    return math.ceil(hidden / multiple) * multiple
 
 
 _INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_hidden", "vocab_size")

@@ -61,6 +61,7 @@ class ShardedParam:
         self.layout = layout
         self.shape = param.shape
         self.stride = param.stride()
+        self.rows_numel = layout.numel_of(home.shards.rank)
         self.rows_shape = (len(layout.rows_of(home.shards.rank)), *param.shape[1:])
         self.sharded: nn.Parameter | None = None
         self.unsharded: nn.Parameter | None = None
@@ -115,13 +116,16 @@ class ShardedParam:
 
     def register(self, param: nn.Parameter) -> None:
         """Make `param` what every owning module holds; flags set on the one before carry over."""
-        before = self.registered()
-        if before is not param and before.requires_grad != param.requires_grad:
-            param.requires_grad_(before.requires_grad)
         for owner in self.owners:
             module = _alive(owner)
+            held = module._parameters
+            before = held[owner.attribute]
+            if before is param:
+                continue
+            if before.requires_grad != param.requires_grad and owner is self.owners[0]:
+                param.requires_grad_(before.requires_grad)
             if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[owner.attribute] = param  # the same, at a tenth of the cost
+                held[owner.attribute] = param  # the same, at a tenth of the cost
             else:  # a module that follows its parameters
                 setattr(module, owner.attribute, param)
 

@@ -218,10 +218,9 @@ class GradientReducer:
         """Give each parameter its slice of the reduced piece, which may be in a borrowed buffer."""
         dtype = self._reducing[0].sharded.dtype
         rows = rows.to(dtype, copy=borrowed)
-        rank = self.unit.home.shards.rank
         pieces = torch.split_with_sizes(rows, [p.layout.slot_numel for p in self._reducing])
         for param, piece in zip(self._reducing, pieces, strict=True):
-            self._add_gradient(param, piece[: param.layout.numel_of(rank)])
+            self._add_gradient(param, piece)
         self._reducing = []
         self._gradients_are_there()
 
@@ -259,8 +258,10 @@ class GradientReducer:
         self._gradients_are_there()
 
     def _add_gradient(self, param: ShardedParam, rows: torch.Tensor) -> None:
-        """Give the sharded parameter its reduced `rows`, of any shape."""
+        """Give the sharded parameter its reduced `rows`, of any shape, perhaps with padding."""
         sharded = param.sharded
+        if rows.numel() != param.rows_numel:
+            rows = rows[: param.rows_numel]
         rows = rows.view(param.rows_shape)
         if sharded.grad is None:
             sharded.grad = param.gradient(rows)

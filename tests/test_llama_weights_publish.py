@@ -135,6 +135,16 @@ def test_what_a_killed_save_left_goes_with_the_next_and_a_living_one_is_respecte
     assert left == {"export", ".export.unfinished-of-somebody", ".export2.unfinished-01234567"}
 
 
+def test_a_file_system_without_locks_is_saved_to_and_nothing_on_it_deleted(tmp_path, monkeypatch):
+    def unsupported(*args):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    (tmp_path / ".export.unfinished-01234567").mkdir()
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    save_hf(filled(CONFIG), tmp_path / "export")
+    assert {p.name for p in tmp_path.iterdir()} == {"export", ".export.unfinished-01234567"}
+
+
 def allocated_bytes(action) -> int:
     """The most that `action` held at once beyond what was there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -262,7 +262,7 @@ def test_ranks_in_different_messages_are_told(run_ranks):
 
 def test_other_users_cannot_open_a_mailbox():
     code = (
-        "import os; from minifsdp.collectives import mailbox; fd = mailbox._reserve();"
+        "import os; from minifsdp.collectives import mailbox; fd = mailbox._reserve(4096);"
         "print(oct(os.fstat(fd).st_mode & 0o777), os.fstat(fd).st_nlink)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

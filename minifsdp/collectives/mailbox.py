@@ -35,7 +35,7 @@ from .packed import Peers
 
 _FOLDER = "/dev/shm"  # where Linux keeps its shared-memory file system
 _CONTROL_BYTES = 4096
-_HALF_BYTES = 2**20
+_LANE_BYTES, _MOST_HALF_BYTES = 2**18, 2**20  # a half has a lane for each peer, up to a limit
 _TOKEN, _READ, _WRITTEN, _LABELS = 0, 8, 16, 24  # control words, a cache line apart
 _SPINS, _YIELDS = 100, 20_000  # looks at a counter before giving way, and before sleeping
 _NAP_SECONDS = 1e-4
@@ -65,11 +65,11 @@ class _Invitation(NamedTuple):
 class _Mailbox:
     """One rank's mailbox, mapped into this process."""
 
-    def __init__(self, fd: int) -> None:
-        memory = mmap.mmap(fd, _CONTROL_BYTES + 2 * _HALF_BYTES)
+    def __init__(self, fd: int, half_bytes: int) -> None:
+        memory = mmap.mmap(fd, _CONTROL_BYTES + 2 * half_bytes)
         self.words = memoryview(memory)[:_CONTROL_BYTES].cast("q")
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=_CONTROL_BYTES)
-        self.halves = data.split(_HALF_BYTES)
+        self.halves = data.split(half_bytes)
 
 
 class Mailboxes:
@@ -78,21 +78,20 @@ class Mailboxes:
     Making them is collective. Raises Unavailable, on all ranks alike.
     """
 
-    half_bytes = _HALF_BYTES
-
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self._ranks = dist.get_process_group_ranks(peers.group)
         self._others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
         self._timeout_seconds = _timeout_seconds(peers.group)
-        self.scratch = torch.empty(_HALF_BYTES if peers.size > 2 else 0, dtype=torch.uint8)
+        self.half_bytes = min(_LANE_BYTES * (peers.size - 1), _MOST_HALF_BYTES)
+        self.scratch = torch.empty(self.half_bytes if peers.size > 2 else 0, dtype=torch.uint8)
         """For sums of a chunk, (half_bytes,) uint8; two ranks need none."""
         self._next = 0  # the number of the chunk that this rank writes next
         self._done = 0  # chunks that it has read
         fd, token, failure = -1, secrets.randbits(62), ""
         try:
-            fd = _reserve()
-            self._mine = _Mailbox(fd)
+            fd = _reserve(_CONTROL_BYTES + 2 * self.half_bytes)
+            self._mine = _Mailbox(fd, self.half_bytes)
             self._mine.words[_TOKEN] = token
         except OSError as error:
             failure = f"{error.strerror} in {_FOLDER}"
@@ -129,7 +128,7 @@ class Mailboxes:
     def _open(self, rank: int, invitation: _Invitation) -> None:
         fd = os.open(f"/proc/{invitation.pid}/fd/{invitation.fd}", os.O_RDWR)
         try:
-            box = self._boxes[rank] = _Mailbox(fd)
+            box = self._boxes[rank] = _Mailbox(fd, self.half_bytes)
         finally:
             os.close(fd)
         if box.words[_TOKEN] != invitation.token:
@@ -144,11 +143,15 @@ class Mailboxes:
 
     # Writing and reading
 
-    def write(self) -> torch.Tensor:
-        """The half for this rank's next chunk, (half_bytes,) uint8, once nobody reads it."""
+    def write(self) -> int:
+        """Which half is for this rank's next chunk, once nobody reads it."""
         for rank in self._others:
             self._wait(rank, _READ, self._next - 1)
-        return self._mine.halves[self._next % 2]
+        return self._next % 2
+
+    def half(self, rank: int, half: int) -> torch.Tensor:
+        """A half of `rank`'s mailbox, (half_bytes,) uint8."""
+        return self._boxes[rank].halves[half]
 
     def publish(self, label: int) -> None:
         """Let peers read what was written. `label` describes the message: all ranks' must agree."""
@@ -157,8 +160,8 @@ class Mailboxes:
         self._next += 1
         words[_WRITTEN] = self._next
 
-    def read(self, label: int) -> list[torch.Tensor]:
-        """Each rank's half with the next chunk, once it is there.
+    def read(self, label: int) -> int:
+        """Which half has the next chunk, once every rank's is there.
 
         Raises RuntimeError if a rank's label is another: it takes part in another message.
         """
@@ -172,7 +175,7 @@ class Mailboxes:
                     f"rank {self._ranks[self.peers.rank]} ({describe(label)}): every rank must run "
                     "the same units in the same order. minifsdp.debug.checks() names the units"
                 )
-        return [box.halves[half] for box in self._boxes]
+        return half
 
     def release(self) -> None:
         """Say that the chunk `read` gave has been read."""
@@ -221,13 +224,13 @@ def describe(number: int) -> str:
     return f"{'reduce-scatter' if number % 2 else 'all-gather'} of {number // 2} bytes"
 
 
-def _reserve() -> int:
+def _reserve(nbytes: int) -> int:
     """A file descriptor of nameless memory, all of it reserved. Raises OSError."""
     if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "O_TMPFILE"):
         raise OSError(0, f"no mailboxes on {platform.system()} {platform.machine()}")
     fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
-        os.posix_fallocate(fd, 0, _CONTROL_BYTES + 2 * _HALF_BYTES)
+        os.posix_fallocate(fd, 0, nbytes)
     except OSError:
         os.close(fd)
         raise

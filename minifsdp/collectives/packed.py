@@ -139,7 +139,7 @@ class PackedGather:
         for (part, start, stop), of_ranks in zip(places, outputs, strict=bool(places)):
             columns = self.message[:, start:stop].view(part.message_dtype)
             for piece, slots in zip(columns, of_ranks, strict=True):
-                sources += piece.split(part.slots)
+                sources += torch.split_with_sizes(piece, part.slots)
                 targets += slots
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -170,7 +170,7 @@ class PackedReduction:
         self._buffer = pool.lease(nbytes, device)
         self.message = self._buffer.view(grads.dtype).view(peers.size, self.numel)
         """(world_size, numel): row r is what rank r will own."""
-        columns = self.message.split(grads.slots, dim=1)
+        columns = torch.split_with_sizes(self.message, grads.slots, dim=1)
         for index, column in enumerate(columns):
             place_rows(column, grads.full[index])
             grads.full[index] = None  # free it

@@ -12,8 +12,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,9 @@ from .mailbox import DifferentHosts, Mailboxes, Unavailable, label
 from .packed import Gradients, Part, Peers
 
 
-class Cut(NamedTuple):
-    """What of each slot lies in one chunk of a piece."""
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """What of each slot lies in one chunk of a piece. Told apart by identity, so as to be a key."""
 
     start: int
     stop: int
@@ -33,6 +35,8 @@ class Cut(NamedTuple):
     """Elements of each span, in order."""
     spans: tuple[tuple[int, int, int], ...]
     """(slot, start, stop) inside the slot."""
+    is_whole: bool
+    """Whether the chunk is the whole piece."""
 
 
 @lru_cache(maxsize=4096)
@@ -47,18 +51,62 @@ def cuts(slots: tuple[int, ...], capacity: int) -> tuple[Cut, ...]:
                 spans.append((index, start - position, stop - position))
             position += slot
         sizes = tuple(stop - start for _, start, stop in spans)
-        result.append(Cut(first, last, sizes, tuple(spans)))
+        result.append(Cut(first, last, sizes, tuple(spans), last - first == total))
     return tuple(result)
+
+
+class Lanes:
+    """Where chunks lie in the mailboxes of a group."""
+
+    def __init__(self, mailboxes: Mailboxes) -> None:
+        self.mailboxes = mailboxes
+        self.lane_bytes = mailboxes.half_bytes // (mailboxes.peers.size - 1) // 16 * 16
+        self._views: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+
+    def of(
+        self, rank: int, half: int, lane: int, cut: Cut, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """A chunk in a lane of `rank`'s half: flat, and by spans.
+
+        Kept for pieces of one chunk: small units spend more on making views than on copying.
+        """
+        key = (rank, half, lane, cut, dtype)
+        found = self._views.get(key)
+        if found is None:
+            start, nbytes = lane * self.lane_bytes, (cut.stop - cut.start) * dtype.itemsize
+            flat = self.mailboxes.half(rank, half)[start : start + nbytes].view(dtype)
+            found = flat, torch.split_with_sizes(flat, cut.sizes)
+            if cut.is_whole:
+                self._views[key] = found
+        return found
+
+    def exchange(
+        self,
+        chunks: Sequence[Cut],
+        number: int,
+        write: Callable[[Cut, int], None],
+        read: Callable[[Cut, int], None],
+    ) -> None:
+        """Write and read every chunk, one ahead of the peers' reading."""
+        mailboxes = self.mailboxes
+        for index in range(len(chunks) + 1):
+            if index < len(chunks):
+                write(chunks[index], mailboxes.write())
+                mailboxes.publish(number)
+            if index > 0:
+                read(chunks[index - 1], mailboxes.read(number))
+                mailboxes.release()
 
 
 class SharedGather:
     """An all-gather that begins when it is waited for."""
 
-    def __init__(self, parts: Sequence[Part], mailboxes: Mailboxes) -> None:
-        self._parts, self._mailboxes = parts, mailboxes
+    def __init__(self, parts: Sequence[Part], lanes: Lanes) -> None:
+        self._parts, self._lanes = parts, lanes
+        self._peers = lanes.mailboxes.peers
         self._held: list[torch.Tensor] | None = None
         piece_bytes = sum(sum(part.slots) * part.message_dtype.itemsize for part in parts)
-        self.nbytes = piece_bytes * mailboxes.peers.size
+        self.nbytes = piece_bytes * self._peers.size
 
     def hold(self) -> None:
         """Send what the shards hold now, whatever is done to them before the wait."""
@@ -73,24 +121,25 @@ class SharedGather:
     def _gather(
         self, part: Part, source: torch.Tensor, of_ranks: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        dtype, rank = part.message_dtype, self._mailboxes.peers.rank
-        chunks = cuts(part.slots, self._mailboxes.half_bytes // dtype.itemsize)
+        dtype, lanes, rank = part.message_dtype, self._lanes, self._peers.rank
+        chunks = cuts(part.slots, lanes.mailboxes.half_bytes // dtype.itemsize)
 
-        def write(cut: Cut, half: torch.Tensor) -> None:
-            size = cut.stop - cut.start
-            half[: size * dtype.itemsize].view(dtype).copy_(source[cut.start : cut.stop])
+        def own(cut: Cut) -> torch.Tensor:
+            return source if cut.is_whole else source[cut.start : cut.stop]
 
-        def read(cut: Cut, halves: Sequence[torch.Tensor]) -> None:
-            nbytes = (cut.stop - cut.start) * dtype.itemsize
-            targets: list[torch.Tensor] = []
-            sources: list[torch.Tensor] = []
-            for r, half in enumerate(halves):
-                piece = half[:nbytes].view(dtype) if r != rank else source[cut.start : cut.stop]
-                sources += piece.split(cut.sizes)
-                targets += _spans(of_ranks[r], cut)
+        def write(cut: Cut, half: int) -> None:
+            lanes.of(rank, half, 0, cut, dtype)[0].copy_(own(cut))
+
+        def read(cut: Cut, half: int) -> None:
+            targets = _spans(of_ranks[rank], cut)
+            sources = list(torch.split_with_sizes(own(cut), cut.sizes))
+            for r in range(self._peers.size):
+                if r != rank:
+                    targets += _spans(of_ranks[r], cut)
+                    sources += lanes.of(r, half, 0, cut, dtype)[1]
             torch._foreach_copy_(targets, sources)
 
-        _exchange(self._mailboxes, chunks, label("all-gather", self.nbytes), write, read)
+        lanes.exchange(chunks, label("all-gather", self.nbytes), write, read)
 
     def finish(self) -> None:
         """Nothing is under way."""
@@ -104,44 +153,43 @@ class SharedReduction:
 
     is_complete = True
 
-    def __init__(self, grads: Gradients, mailboxes: Mailboxes) -> None:
-        self._grads, self._mailboxes, self._peers = grads, mailboxes, mailboxes.peers
-        size, rank = self._peers.size, self._peers.rank
-        numel, itemsize = sum(grads.slots), grads.dtype.itemsize
+    def __init__(self, grads: Gradients, lanes: Lanes) -> None:
+        self._grads, self._lanes, self._peers = grads, lanes, lanes.mailboxes.peers
+        size, itemsize = self._peers.size, grads.dtype.itemsize
+        numel = sum(grads.slots)
         self._rows = [
             _rows_by_rank(grad, slot, size)
             for grad, slot in zip(grads.full, grads.slots, strict=True)
         ]
         self._output = torch.empty(numel, dtype=grads.dtype)
-        self._lane_bytes = mailboxes.half_bytes // (size - 1) // 16 * 16
-        chunks = cuts(grads.slots, self._lane_bytes // itemsize)
-        whole = cuts(grads.slots, max(1, numel))
-        for cut in whole:
-            self._place(cut, rank, self._output)
         number = label("reduce-scatter", numel * size * itemsize)
-        _exchange(mailboxes, chunks, number, self._write, self._read)
+        chunks = cuts(grads.slots, lanes.lane_bytes // itemsize)
+        lanes.exchange(chunks, number, self._write, self._read)
         grads.full.clear()
-        del self._rows, self._mailboxes
+        del self._rows, self._lanes
 
     def wait(self) -> torch.Tensor:
         """This rank's reduced piece, (numel,), in a tensor of its own."""
         return self._output
 
-    def _scratch(self, numel: int) -> torch.Tensor:
-        dtype = self._grads.dtype
-        return self._mailboxes.scratch[: numel * dtype.itemsize].view(dtype)
+    def _lane(self, owner: int, half: int, reader: int, cut: Cut):
+        """`owner`'s chunk for `reader`."""
+        lane = reader - (reader > owner)
+        return self._lanes.of(owner, half, lane, cut, self._grads.dtype)
 
-    def _lane(self, half: torch.Tensor, owner: int, reader: int, cut: Cut) -> torch.Tensor:
-        """Where in `owner`'s half its chunk for `reader` lies."""
-        start = self._lane_bytes * (reader - (reader > owner))
-        nbytes = (cut.stop - cut.start) * self._grads.dtype.itemsize
-        return half[start : start + nbytes].view(self._grads.dtype)
+    def _write(self, cut: Cut, half: int) -> None:
+        rank = self._peers.rank
+        for reader in range(self._peers.size):
+            if reader != rank:
+                self._place(cut, reader, *self._lane(rank, half, reader, cut))
 
-    def _place(self, cut: Cut, rank: int, target: torch.Tensor) -> None:
+    def _place(
+        self, cut: Cut, rank: int, target: torch.Tensor, views: Sequence[torch.Tensor]
+    ) -> None:
         """Write what `rank` owns of the gradients, scaled, zeros where rows end."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for view, (index, start, stop) in zip(target.split(cut.sizes), cut.spans, strict=True):
+        for view, (index, start, stop) in zip(views, cut.spans, strict=True):
             rows = self._rows[index][rank]
             there = max(start, min(stop, rows.numel()))
             if there < stop:
@@ -154,16 +202,12 @@ class SharedReduction:
             torch._foreach_copy_(targets, sources)
         self._grads.scale(target)
 
-    def _write(self, cut: Cut, half: torch.Tensor) -> None:
-        for reader in range(self._peers.size):
-            if reader != self._peers.rank:
-                self._place(cut, reader, self._lane(half, self._peers.rank, reader, cut))
-
-    def _read(self, cut: Cut, halves: Sequence[torch.Tensor]) -> None:
+    def _read(self, cut: Cut, half: int) -> None:
         """Add the peers' rows to this rank's, in gloo's order."""
         size, rank = self._peers.size, self._peers.rank
-        mine = self._output[cut.start : cut.stop]
-        lanes = [mine if r == rank else self._lane(h, r, rank, cut) for r, h in enumerate(halves)]
+        mine = self._output if cut.is_whole else self._output[cut.start : cut.stop]
+        self._place(cut, rank, mine, torch.split_with_sizes(mine, cut.sizes))
+        lanes = [mine if r == rank else self._lane(r, half, rank, cut)[0] for r in range(size)]
         if size == 2:  # both orders round alike
             mine.add_(lanes[1 - rank])
         else:
@@ -177,14 +221,22 @@ class SharedReduction:
         if self._grads.average:
             mine.div_(size)
 
+    def _scratch(self, numel: int) -> torch.Tensor:
+        dtype = self._grads.dtype
+        return self._lanes.mailboxes.scratch[: numel * dtype.itemsize].view(dtype)
 
-def _rows_by_rank(grad: torch.Tensor, slot: int, size: int) -> list[torch.Tensor]:
+
+def _rows_by_rank(grad: torch.Tensor, slot: int, size: int) -> Sequence[torch.Tensor]:
     """A flat gradient's rows by the rank that owns them; fewer or none on the last ranks."""
-    rows = list(grad.split(slot)) if slot else []
-    return rows + [grad[:0]] * (size - len(rows))
+    if grad.numel() == slot * size and slot:
+        return grad.view(size, slot).unbind()
+    rows = grad.split(slot) if slot else ()
+    return (*rows, *[grad[:0]] * (size - len(rows)))
 
 
 def _spans(slots: Sequence[torch.Tensor], cut: Cut) -> list[torch.Tensor]:
+    if cut.is_whole and len(slots) == len(cut.spans):
+        return list(slots)
     return [
         slots[index] if stop - start == slots[index].numel() else slots[index][start:stop]
         for index, start, stop in cut.spans
@@ -209,23 +261,6 @@ def _add_up(
         mine.add_(values[r])
 
 
-def _exchange(
-    mailboxes: Mailboxes,
-    chunks: Sequence[Cut],
-    number: int,
-    write: Callable[[Cut, torch.Tensor], None],
-    read: Callable[[Cut, Sequence[torch.Tensor]], None],
-) -> None:
-    """Write and read every chunk, one ahead of the peers' reading."""
-    for index in range(len(chunks) + 1):
-        if index < len(chunks):
-            write(chunks[index], mailboxes.write())
-            mailboxes.publish(number)
-        if index > 0:
-            read(chunks[index - 1], mailboxes.read(number))
-            mailboxes.release()
-
-
 class SharedCollectives:
     """Mailboxes in shared memory; *direct* for groups that cannot have them."""
 
@@ -233,15 +268,15 @@ class SharedCollectives:
 
     def __init__(self, direct: DirectCollectives) -> None:
         self._direct = direct
-        self._of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailboxes | None]
+        self._of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Lanes | None]
         self._of_group = weakref.WeakKeyDictionary()
 
-    def _mailboxes(self, peers: Peers) -> Mailboxes | None:
+    def _lanes(self, peers: Peers) -> Lanes | None:
         """The group's mailboxes, made at its first message; None if it cannot have any."""
         if peers.group not in self._of_group:
-            mailboxes: Mailboxes | None = None
+            lanes: Lanes | None = None
             try:
-                mailboxes = Mailboxes(peers)
+                lanes = Lanes(Mailboxes(peers))
             except DifferentHosts:
                 pass
             except Unavailable as why:
@@ -253,19 +288,19 @@ class SharedCollectives:
                         RuntimeWarning,
                         stacklevel=2,
                     )
-            self._of_group[peers.group] = mailboxes
+            self._of_group[peers.group] = lanes
         return self._of_group[peers.group]
 
     def all_gather(self, parts: Sequence[Part], peers: Peers, device: torch.device):
         """Prepare to gather every rank's `parts`."""
-        mailboxes = self._mailboxes(peers)
-        if mailboxes is None:
+        lanes = self._lanes(peers)
+        if lanes is None:
             return self._direct.all_gather(parts, peers, device)
-        return SharedGather(parts, mailboxes)
+        return SharedGather(parts, lanes)
 
     def reduce_scatter(self, grads: Gradients, peers: Peers, device: torch.device):
         """Reduce every rank's `grads`."""
-        mailboxes = self._mailboxes(peers)
-        if mailboxes is None:
+        lanes = self._lanes(peers)
+        if lanes is None:
             return self._direct.reduce_scatter(grads, peers, device)
-        return SharedReduction(grads, mailboxes)
+        return SharedReduction(grads, lanes)

@@ -1,0 +1,17 @@
+"""Weights from and to Hugging Face's and Meta's files, for plain models and for sharded ones.
+
+Loading, a rank reads the rows it holds and no others; saving, it writes them into its place in the
+files, beside the other ranks. Nothing is gathered, so no rank ever holds more than its shard and
+one tensor. `python -m llama.weights convert` brings a folder of one kind into the other.
+
+What is where: `names` (what a parameter is called, how Meta orders rows), `transfer` (between model
+and files), `hf` and `header` (safetensors), `meta`, `consolidated` and `archive` (Meta's files,
+written and read, and the zip format below them), `ranges` (bytes of files), `publish` (whole or
+not at all), `convert`.
+"""
+
+from llama.weights.hf import load_hf, save_hf
+from llama.weights.meta import load_meta, save_meta
+from llama.weights.names import hf_name
+
+__all__ = ["hf_name", "load_hf", "load_meta", "save_hf", "save_meta"]
