@@ -132,7 +132,8 @@ def _allocations() -> tuple[list[int], list[int]]:
                 if kind == "gather":
                     shared.all_gather([part], peers, CPU).wait([outputs])
                 else:
-                    shared.reduce_scatter(Gradients(full, slots, torch.float32), peers, CPU)
+                    grads = Gradients(full, slots, torch.float32, average=True)
+                    shared.reduce_scatter(grads, peers, CPU)
         events = seen.profiler.kineto_results.events()
         sizes = [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]
         found.append(sizes)

@@ -61,7 +61,14 @@ class Lanes:
     def __init__(self, mailboxes: Mailboxes) -> None:
         self.mailboxes = mailboxes
         self.lane_bytes = mailboxes.half_bytes // (mailboxes.peers.size - 1) // 16 * 16
+        self._divisors: dict[torch.dtype, torch.Tensor] = {}
         self._views: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+
+    def divisor(self, dtype: torch.dtype) -> torch.Tensor:
+        """The number of ranks as a 0-d tensor; torch would make one of a number at each division."""
+        if dtype not in self._divisors:
+            self._divisors[dtype] = torch.tensor(self.mailboxes.peers.size, dtype=dtype)
+        return self._divisors[dtype]
 
     def of(
         self, rank: int, half: int, lane: int, cut: Cut, dtype: torch.dtype
@@ -219,7 +226,7 @@ class SharedReduction:
                     order = ring.summation_order(owner, size)
                     _add_up(values, rank, order, self._scratch(last - first))
         if self._grads.average:
-            mine.div_(size)
+            mine.div_(self._lanes.divisor(self._grads.dtype))
 
     def _scratch(self, numel: int) -> torch.Tensor:
         dtype = self._grads.dtype
