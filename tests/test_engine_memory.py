@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 
 import pytest
 import stack
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import minifsdp
 from minifsdp import events
@@ -97,3 +100,64 @@ def _places_on_one_rank(dtype: torch.dtype | None) -> tuple[bool, int]:
 def test_one_rank_copies_no_parameter_that_needs_no_cast(run_ranks):
     assert run_ranks(1, _places_on_one_rank, None) == [(True, 0)]
     assert run_ranks(1, _places_on_one_rank, torch.bfloat16) == [(False, 0)]
+
+
+N, BLOCKS = 512, 4
+UNIT_BYTES = 4 * N * N
+
+
+def _peak(steps_in_backward: bool) -> tuple[int, int]:
+    """Bytes of the most held at once in a third step above what was held before it; and those that
+    are mapped to be shared."""
+    model = nn.Sequential(*[nn.Linear(N, N, bias=False) for _ in range(BLOCKS)])
+    for block in model:
+        minifsdp.fully_shard(block)
+    minifsdp.fully_shard(model)
+
+    def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, fused=True)
+
+    if steps_in_backward:
+        optimizer = minifsdp.step_in_backward(model, adamw)
+    else:
+        optimizer = adamw(list(model.parameters()))
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            model(torch.ones(1, N)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    events = seen.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peak = max(itertools.accumulate(nbytes for _, nbytes in changes))
+    return peak, sum(stop - start for start, stop in _shared_mappings())
+
+
+def _shared_mappings() -> list[tuple[int, int]]:
+    """Where memory that has no name but the shared-memory file system's is mapped to be shared."""
+    found = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            addresses, permissions, *rest = line.split()
+            if permissions.endswith("s") and any("/dev/shm" in word for word in rest):
+                start, stop = (int(address, 16) for address in addresses.split("-"))
+                found.append((start, stop))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("steps_in_backward", [False, True])
+def test_the_most_held_at_once_follows_the_byte_formula(run_ranks, world_size, steps_in_backward):
+    """At the end of the first block's backward: its parameters and gradients in full, and the rows
+    of the other blocks' gradients, unless they have been stepped on."""
+    rows = 0 if steps_in_backward else (BLOCKS - 1) * UNIT_BYTES // world_size
+    formula = 2 * UNIT_BYTES + rows
+    for peak, _ in run_ranks(world_size, _peak, steps_in_backward):
+        assert formula <= peak <= formula + 64 * 1024
+
+
+def test_what_is_shared_is_two_halves_a_rank_and_a_page(run_ranks):
+    for world_size in (2, 4):
+        half = min(2**18 * (world_size - 1), 2**20)
+        mapped = world_size * (2 * half + 4096)  # for each process group that has sent a message
+        for _, shared in run_ranks(world_size, _peak, False):
+            assert shared >= mapped and shared % mapped == 0

@@ -14,8 +14,16 @@ from parity import Case
 from parity_model import VOCAB, build
 from torch import nn
 
-from minifsdp import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from minifsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    offload,
+    step_in_backward,
+)
 
+BF16 = torch.bfloat16
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -81,3 +89,32 @@ def test_the_default_job_runs_on_the_gpu(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_offloaded_units_step_behind_backward_to_the_same_bits():
+    def trained(in_backward: bool) -> list[torch.Tensor]:
+        model = sharded(offload_policy=CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(BF16))
+
+        def adamw(params):
+            return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+        optimizer = step_in_backward(model, adamw) if in_backward else adamw(model.parameters())
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(0, VOCAB, (2, 9), generator=generator).cuda()
+            model(tokens[:, :-1]).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().to_local().clone() for p in model.parameters()]
+
+    pairs = zip(trained(True), trained(False), strict=True)
+    assert all(a.device.type == "cpu" and torch.equal(a, b) for a, b in pairs)
+
+
+def test_what_goes_up_and_down_is_page_locked():
+    for rows, staging in ((torch.zeros(8), offload._up), (torch.zeros(8).cuda(), offload._down)):
+        if rows.is_cuda:
+            assert offload.Descent(rows).wait().is_pinned()
+        else:
+            offload.bring_up(rows, torch.empty(8, dtype=BF16, device="cuda"))
+        assert all(buffer is None or buffer.is_pinned() for buffer in staging._buffers)

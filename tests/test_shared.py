@@ -189,6 +189,19 @@ def test_a_full_shared_memory_file_system_falls_back_with_one_warning(run_ranks)
             subprocess.run(["umount", folder], check=True)
 
 
+def _elsewhere() -> tuple[list[str], bool]:
+    """As `_without_room`, on a processor or hosts that mailboxes are not for."""
+    mailbox._is_supported, usual = (lambda: False), mailbox._is_supported
+    try:
+        return _without_room(mailbox._FOLDER)
+    finally:
+        mailbox._is_supported = usual
+
+
+def test_where_ranks_cannot_share_by_nature_nobody_is_warned(run_ranks):
+    assert run_ranks(2, _elsewhere) == [([], True)] * 2
+
+
 # Ranks that end, stay away, or do something else
 
 

@@ -20,6 +20,7 @@ written after the bytes is seen after them; on other processors this file is not
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
@@ -31,14 +32,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from . import futex
 from .packed import Peers
 
 _FOLDER = "/dev/shm"  # where Linux keeps its shared-memory file system
 _CONTROL_BYTES = 4096
 _LANE_BYTES, _MOST_HALF_BYTES = 2**18, 2**20  # a half has a lane for each peer, up to a limit
 _TOKEN, _READ, _WRITTEN, _LABELS = 0, 8, 16, 24  # control words, a cache line apart
-_SPINS, _YIELDS = 100, 20_000  # looks at a counter before giving way, and before sleeping
-_NAP_SECONDS = 1e-4
+_LOOKS, _FEW_LOOKS = 2000, 20  # at a counter before sleeping, with a core for each rank or not
+_NAP_SECONDS = 0.05  # between looks at whether peers live
 
 
 class Unavailable(Exception):
@@ -68,8 +70,14 @@ class _Mailbox:
     def __init__(self, fd: int, half_bytes: int) -> None:
         memory = mmap.mmap(fd, _CONTROL_BYTES + 2 * half_bytes)
         self.words = memoryview(memory)[:_CONTROL_BYTES].cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=_CONTROL_BYTES)
         self.halves = data.split(half_bytes)
+
+    def say(self, word: int, count: int) -> None:
+        """Set one of this rank's counters, and wake those who wait for it."""
+        self.words[word] = count
+        futex.wake(self.address + 8 * word)
 
 
 class Mailboxes:
@@ -86,13 +94,16 @@ class Mailboxes:
         self.half_bytes = min(_LANE_BYTES * (peers.size - 1), _MOST_HALF_BYTES)
         self.scratch = torch.empty(self.half_bytes if peers.size > 2 else 0, dtype=torch.uint8)
         """For sums of a chunk, (half_bytes,) uint8; two ranks need none."""
+        crowded = dist.get_world_size() > len(os.sched_getaffinity(0))
+        self._looks = _FEW_LOOKS if crowded else _LOOKS
         self._next = 0  # the number of the chunk that this rank writes next
         self._done = 0  # chunks that it has read
         fd, token, failure = -1, secrets.randbits(62), ""
         try:
-            fd = _reserve(_CONTROL_BYTES + 2 * self.half_bytes)
-            self._mine = _Mailbox(fd, self.half_bytes)
-            self._mine.words[_TOKEN] = token
+            if _is_supported():
+                fd = _reserve(_CONTROL_BYTES + 2 * self.half_bytes)
+                self._mine = _Mailbox(fd, self.half_bytes)
+                self._mine.words[_TOKEN] = token
         except OSError as error:
             failure = f"{error.strerror} in {_FOLDER}"
         try:
@@ -155,10 +166,9 @@ class Mailboxes:
 
     def publish(self, label: int) -> None:
         """Let peers read what was written. `label` describes the message: all ranks' must agree."""
-        words = self._mine.words
-        words[_LABELS + self._next % 2] = label
+        self._mine.words[_LABELS + self._next % 2] = label
         self._next += 1
-        words[_WRITTEN] = self._next
+        self._mine.say(_WRITTEN, self._next)
 
     def read(self, label: int) -> int:
         """Which half has the next chunk, once every rank's is there.
@@ -180,29 +190,26 @@ class Mailboxes:
     def release(self) -> None:
         """Say that the chunk `read` gave has been read."""
         self._done += 1
-        self._mine.words[_READ] = self._done
+        self._mine.say(_READ, self._done)
 
     def _wait(self, rank: int, word: int, count: int) -> None:
         """Block until `rank`'s counter has come to `count`."""
-        words = self._boxes[rank].words
-        looks, deadline = 0, 0.0
-        while words[word] < count:
-            looks += 1
-            if looks < _SPINS:
-                continue
-            if looks < _YIELDS:
-                os.sched_yield()
-            else:
-                time.sleep(_NAP_SECONDS)
-            if looks % 1024 == 0:
-                now = time.monotonic()
-                deadline = deadline or now + self._timeout_seconds
-                self._check_alive(rank, word, count)
-                if now > deadline:
-                    raise RuntimeError(
-                        f"rank {self._ranks[rank]} did not come to a message within "
-                        f"{self._timeout_seconds:g} s: it has stopped, is slow, or runs other units"
-                    )
+        box = self._boxes[rank]
+        words = box.words
+        for _ in range(self._looks):
+            if words[word] >= count:
+                return
+        deadline = time.monotonic() + self._timeout_seconds
+        while (seen := words[word]) < count:
+            futex.wait(box.address + 8 * word, seen, _NAP_SECONDS)
+            if words[word] >= count:
+                return
+            self._check_alive(rank, word, count)
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {self._ranks[rank]} did not come to a message within "
+                    f"{self._timeout_seconds:g} s: it has stopped, is slow, or runs other units"
+                )
 
     def _check_alive(self, rank: int, word: int, count: int) -> None:
         ended = [self._processes[fd] for fd, _ in self._endings.poll(0)]
@@ -226,8 +233,6 @@ def describe(number: int) -> str:
 
 def _reserve(nbytes: int) -> int:
     """A file descriptor of nameless memory, all of it reserved. Raises OSError."""
-    if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "O_TMPFILE"):
-        raise OSError(0, f"no mailboxes on {platform.system()} {platform.machine()}")
     fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -237,9 +242,16 @@ def _reserve(nbytes: int) -> int:
     return fd
 
 
+def _is_supported() -> bool:
+    """Whether the processor orders stores (see the note above) and the system has what is used."""
+    return platform.machine() == "x86_64" and platform.system() == "Linux"
+
+
 def _host() -> str:
     """What ranks that can open each other's mailboxes have in common: the kernel, and its view of
-    processes."""
+    processes. Something of its own on a machine that cannot have mailboxes."""
+    if not _is_supported():
+        return secrets.token_hex()
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
 
