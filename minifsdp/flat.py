@@ -11,6 +11,7 @@ import torch
 
 from .layout import PieceLayout, RowLayout
 from .offload import bring_up
+from .pages import prefer_huge
 from .param import ShardedParam
 
 _ALIGNMENT = 64  # bytes, between full parameters: what torch's allocators give each tensor
@@ -34,7 +35,7 @@ class FlatShard:
         self.layouts = list(layouts)
         self.rank = rank
         self.message_dtype = message_dtype
-        self._staged = staged
+        self.staged = staged
         self.piece = PieceLayout.of(layouts)
         self.slots = self.piece.slots
         self.flat: torch.Tensor | None = None
@@ -48,7 +49,7 @@ class FlatShard:
 
     def copy_into(self, slot: torch.Tensor) -> None:
         """Write this rank's piece into its `slot` of a message, in the message's dtype."""
-        if self._staged and (self.flat.dtype != slot.dtype or not self.flat.is_pinned()):
+        if self.staged and (self.flat.dtype != slot.dtype or not self.flat.is_pinned()):
             bring_up(self.flat, slot)
         else:
             slot.copy_(self.flat, non_blocking=True)
@@ -94,6 +95,7 @@ class FlatShard:
             param.padded = self.full[start : start + layout.padded_numel]
             param.make_unsharded(self.full, start)
         self._full_nbytes = self.full.nbytes
+        prefer_huge(self.full.untyped_storage())
         self._full_slots = self.full_slots()
 
     def full_slots(self) -> list[tuple[torch.Tensor, ...]]:
@@ -108,6 +110,7 @@ class FlatShard:
         storage = self.full.untyped_storage()
         if storage.nbytes() != self._full_nbytes:
             storage.resize_(self._full_nbytes)
+            prefer_huge(storage)
 
     def free_full(self) -> None:
         """Take the full parameters' memory. Harmless when it is gone, or is the shard's."""

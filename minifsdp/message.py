@@ -23,7 +23,7 @@ class LocalGather:
     def wait(self, outputs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> None:
         for part, of_ranks in zip(self._parts, outputs, strict=True):
             piece = part.source()
-            if piece.device != part.full.device:  # offloaded: it travels up in one
+            if part.staged or piece.device != part.full.device:  # offloaded: it goes up in one
                 piece = torch.empty_like(piece, dtype=part.message_dtype, device=part.full.device)
                 part.copy_into(piece)
             torch._foreach_copy_(of_ranks[0], piece.split(part.slots))

@@ -12,7 +12,7 @@ the bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,15 +30,18 @@ class UnitOptimizers:
 
     def __init__(
         self,
-        units: list[ScheduledUnit],
+        model: FSDPModule,
         make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
         max_norm: float | None,
     ) -> None:
         self._max_norm = max_norm
+        self._params: list[nn.Parameter] = []  # the order they are in decides the norm's last bit
         self._units: list[tuple[ScheduledUnit, Optimizer]] = []
         self.norm: torch.Tensor | None = None
         """With `max_norm`, the norm of all gradients before they were clipped at the last step."""
         self._worker = ThreadPoolExecutor(1, "minifsdp-optimizer")
+        units = dict.fromkeys(u for m in model.modules() if (u := unit_of(m)) is not None)
+        place = {id(param): index for index, param in enumerate(model.parameters())}
         for unit in units:
             params = [p.sharded for p in unit.params if p.requires_grad]
             if not params:
@@ -48,6 +51,8 @@ class UnitOptimizers:
             if max_norm is None:
                 unit.reducer.on_gradients = _Stepper(optimizer, unit, self._worker)
                 refuse_clipping(params)
+            self._params += params
+        self._params.sort(key=lambda param: place.get(id(param), len(place)))
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -67,7 +72,7 @@ class UnitOptimizers:
         self.wait()
         if self._max_norm is None:
             return
-        self.norm = clip_grad_norm_(list(self._params()), self._max_norm)
+        self.norm = clip_grad_norm_(self._params, self._max_norm)
         for unit, optimizer in self._units:
             stepping = _Stepper(optimizer, unit, self._worker)()
             if stepping is not None:
@@ -97,10 +102,6 @@ class UnitOptimizers:
         self.wait()
         for optimizer, its_state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(its_state)
-
-    def _params(self) -> Iterator[nn.Parameter]:
-        for group in self.param_groups:
-            yield from group["params"]
 
 
 class _Stepper:
@@ -146,5 +147,4 @@ def step_in_backward(
         raise ValueError(
             f"step_in_backward takes a module that fully_shard returned, not {type(model).__name__}"
         )
-    units = dict.fromkeys(u for m in model.modules() if (u := unit_of(m)) is not None)
-    return UnitOptimizers(list(units), make_optimizer, max_norm)
+    return UnitOptimizers(model, make_optimizer, max_norm)

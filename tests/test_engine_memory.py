@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import resource
 import weakref
+from pathlib import Path
 
 import pytest
 import stack
@@ -13,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import minifsdp
-from minifsdp import events
+from minifsdp import events, pages
 
 
 class Spy(stack.Block):
@@ -161,3 +163,19 @@ def test_what_is_shared_is_two_halves_a_rank_and_a_page(run_ranks):
         mapped = world_size * (2 * half + 4096)  # for each process group that has sent a message
         for _, shared in run_ranks(world_size, _peak, False):
             assert shared >= mapped and shared % mapped == 0
+
+
+def test_large_host_buffers_get_large_pages_where_the_system_has_them():
+    choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not choice.exists() or "[never]" in choice.read_text():
+        pytest.skip("this system has no large pages")
+    tensor = torch.empty(2**26, dtype=torch.uint8)
+    pages.prefer_huge(tensor.untyped_storage())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensor.zero_()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 2**26 // 4096 // 4
+
+
+def test_small_or_empty_buffers_are_left_alone():
+    for numel in (0, 1, 2**20):
+        pages.prefer_huge(torch.zeros(numel).untyped_storage())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -145,7 +146,7 @@ def _resumed() -> list[bool]:
     optimizer = step_in_backward(model, adamw)
     steps(model, optimizer, 0, 2)
     weights = {k: v.clone() for k, v in full_state_dict(model, rank0_only=False).items()}
-    state = optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())
     steps(model, optimizer, 2, 4)
 
     other = stack.shard(stack.build(seed=1))

@@ -21,7 +21,7 @@ import torch
 
 from .built import Setup
 from .engines import ENGINES, USUAL
-from .table import read_reports, table
+from .table import read_reports, summary, table
 from .worker import Request
 from .works import WORKS
 
@@ -47,6 +47,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--parts", default=",".join(PARTS), help="what to measure; default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write the report there")
     add("--list", action="store_true", help="list works and engines, and stop")
+    help = "print wall ratios of all reports in one Markdown table, and stop"
+    add("--summary", type=Path, nargs="+", metavar="FILE", help=help)
     add("--table", type=Path, nargs="+", metavar="FILE", help="print reports as Markdown, and stop")
     args = parser.parse_args(argv)
     args.engines = list(ENGINES) if args.engines == "all" else args.engines.split(",")
@@ -79,7 +81,7 @@ def check(args: argparse.Namespace) -> None:
     ):
         if value is not None and value < least:
             raise ValueError(f"{flag} must be at least {least}, not {value}")
-    if args.device == "cuda" and not (args.list or args.table):
+    if args.device == "cuda" and not (args.list or args.table or args.summary):
         found = torch.cuda.device_count()
         if found < args.world_size:
             raise ValueError(
@@ -177,6 +179,9 @@ def main(argv: list[str] | None = None) -> None:
         print(catalogue())
         return
     try:
+        if args.summary:
+            print(summary(read_reports(args.summary)))
+            return
         if args.table:
             print(table(read_reports(args.table)))
             return

@@ -84,6 +84,41 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(_group(runs) for runs in groups.values())
 
 
+def summary(reports: Sequence[dict[str, Any]]) -> str:
+    """One table for all `reports`: each work and world size a row, wall ratios by engine.
+
+    A cell is the median over runs of the ratio to the better of FSDP1 and FSDP2 in the same run.
+    """
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for report in reports:
+        groups.setdefault((_shape(report["work"]), report["world_size"]), []).append(report)
+    names = [name for r in reports for name, row in r["engines"].items() if _ratios([row])]
+    names = list(dict.fromkeys(names))
+    lines = [
+        "| work | ranks | runs | " + " | ".join(names) + " | minifsdp-shared / none |",
+        "|---|---:|---:|" + "---:|" * (len(names) + 1),
+    ]
+    for (shape, ranks), runs in groups.items():
+        cells = []
+        for name in names:
+            found = _ratios([run["engines"].get(name, {}) for run in runs])
+            cells.append(_ratio(statistics.median(found)) if found else "")
+        limit = _ratios(
+            [run["engines"].get("minifsdp-shared", {}) for run in runs], "ratio_to_none"
+        )
+        cells.append(_ratio(statistics.median(limit)) if limit else "")
+        lines.append(f"| {shape} | {ranks} | {len(runs)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ratios(rows: Sequence[dict[str, Any]], key: str = "ratio_to_upstream") -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def _shape(work: dict[str, Any]) -> str:
+    return f"dim {work['dim']}, {work['n_layers']} layers, {work['batch']} x {work['seq']} tokens"
+
+
 def _setting(report: dict[str, Any]) -> tuple[Any, ...]:
     settings = [report.get(key) for key in ("torch", "device", "world_size", "offload")]
     return (json.dumps([report["work"], report["machine"]]), *settings)
