@@ -39,7 +39,7 @@ from minifsdp.collectives import use_collectives
 from minifsdp.hooks import unit_of
 from minifsdp.runtime import Runtime
 
-_PORT = 29_517
+_PORT, _DEVICE = 29_517, "link0"
 _CONFIG = LlamaConfig(
     dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_hidden=1408, vocab_size=256, max_seq_len=512
 )
@@ -72,10 +72,11 @@ def joined_namespaces(mbit: float) -> Iterator[list[str]]:
             _run(f"ip link set {end} netns {name}")
             inside = f"ip netns exec {name}"
             _run(f"{inside} ip link set lo up")
-            _run(f"{inside} ip addr add 10.77.0.{rank + 1}/24 dev {end}")
-            _run(f"{inside} ip link set {end} up")
+            _run(f"{inside} ip link set {end} name {_DEVICE}")
+            _run(f"{inside} ip addr add 10.77.0.{rank + 1}/24 dev {_DEVICE}")
+            _run(f"{inside} ip link set {_DEVICE} up")
             limit = f"tbf rate {mbit}mbit burst 512kb latency 200ms"
-            _run(f"{inside} tc qdisc add dev {end} root {limit}")
+            _run(f"{inside} tc qdisc add dev {_DEVICE} root {limit}")
         yield names
     finally:
         for name in names:
@@ -89,7 +90,7 @@ def launch(arguments: argparse.Namespace) -> dict:
         for rank, name in enumerate(names):
             inside = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.slow_network"]
             own = ["--rank", str(rank), "--mbit", str(arguments.mbit)]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _DEVICE}
             ranks.append(
                 subprocess.Popen(
                     [*inside, *own, "--rounds", str(arguments.rounds)],
@@ -99,11 +100,16 @@ def launch(arguments: argparse.Namespace) -> dict:
                 )
             )
         try:
-            output, _ = ranks[0].communicate(timeout=600)
-            ranks[1].communicate(timeout=30)
+            while all(process.poll() is None for process in ranks):
+                time.sleep(0.1)
+            output, _ = ranks[0].communicate(timeout=5)
+            ranks[1].communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            pass  # the other has failed, and this one waits for it
         finally:
             for process in ranks:
                 process.kill()
+                process.wait()
         if any(process.returncode for process in ranks):
             raise RuntimeError("a rank failed; its own message is above")
         return json.loads(output.splitlines()[-1])

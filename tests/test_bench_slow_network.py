@@ -14,6 +14,7 @@ from benchmarks import slow_network
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow  # a minute, and timings need an idle machine
 def test_prefetch_hides_part_of_a_slow_network(tmp_path):
     try:
         with slow_network.joined_namespaces(500):

@@ -15,7 +15,7 @@ from benchmarks.step.built import Step
 from benchmarks.step.counts import Counts
 from benchmarks.step.figures import compare_losses, count_figures, memory_figures, time_figures
 from benchmarks.step.memory import Memory, count_refills, shared_mapping_bytes
-from benchmarks.step.table import read_reports, table
+from benchmarks.step.table import read_reports, summary, table
 from benchmarks.step.timing import Timed
 from benchmarks.step.works import WORKS
 
@@ -214,3 +214,9 @@ def test_a_wrong_argument_is_refused_by_name(argv, message, capsys):
         arguments(argv)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_readmes_figures_are_those_of_the_kept_reports():
+    reports = read_reports(sorted((ROOT / "benchmarks" / "results").glob("*-w?-s?.json")))
+    for printed in summary(reports).split("\n\n"):
+        assert printed in (ROOT / "README.md").read_text()

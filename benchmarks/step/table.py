@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,34 +85,63 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> str:
-    """One table for all `reports`: each work and world size a row, wall ratios by engine.
+    """Two tables for all `reports`: wall ratios, a row for each work and world size; and peaks.
 
     A cell is the median over runs of the ratio to the better of FSDP1 and FSDP2 in the same run.
     """
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for report in reports:
+    for report in sorted(reports, key=lambda r: (r["work"]["dim"] * r["work"]["seq"], _ranks(r))):
         groups.setdefault((_shape(report["work"]), report["world_size"]), []).append(report)
-    names = [name for r in reports for name, row in r["engines"].items() if _ratios([row])]
-    names = list(dict.fromkeys(names))
+    timed = {key: runs for key, runs in groups.items() if _medians(runs, "ratio_to_upstream")}
+    names = _in_order(name for runs in timed.values() for r in runs for name in r["engines"])
     lines = [
         "| work | ranks | runs | " + " | ".join(names) + " | minifsdp-shared / none |",
         "|---|---:|---:|" + "---:|" * (len(names) + 1),
     ]
-    for (shape, ranks), runs in groups.items():
-        cells = []
-        for name in names:
-            found = _ratios([run["engines"].get(name, {}) for run in runs])
-            cells.append(_ratio(statistics.median(found)) if found else "")
-        limit = _ratios(
-            [run["engines"].get("minifsdp-shared", {}) for run in runs], "ratio_to_none"
-        )
-        cells.append(_ratio(statistics.median(limit)) if limit else "")
+    for (shape, ranks), runs in timed.items():
+        ratios = _medians(runs, "ratio_to_upstream")
+        cells = [_ratio(ratios[name]) if name in ratios else "" for name in names]
+        limit = _medians(runs, "ratio_to_none").get("minifsdp-shared")
+        cells.append("" if limit is None else _ratio(limit))
         lines.append(f"| {shape} | {ranks} | {len(runs)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_peaks(groups)])
 
 
-def _ratios(rows: Sequence[dict[str, Any]], key: str = "ratio_to_upstream") -> list[float]:
-    return [row[key] for row in rows if row.get(key) is not None]
+def _peaks(groups: dict[tuple[str, int], list[dict[str, Any]]]) -> Iterator[str]:
+    for (shape, ranks), runs in groups.items():
+        peaks = _medians(runs, "peak_above_shards_bytes")
+        if not peaks:
+            continue
+        upstream = [name for name in ("fsdp2", "fsdp1") if name in peaks]
+        yield (
+            f"\n| {shape}, {ranks} ranks | peak above the shards, MiB | "
+            + " | ".join(f"/ {name}" for name in upstream)
+            + " |"
+        )
+        yield "|---|---:|" + "---:|" * len(upstream)
+        for name in _in_order(peaks):
+            ratios = " | ".join(_ratio(peaks[name] / peaks[other]) for other in upstream)
+            yield f"| {name} | {_mebibytes(peaks[name])} | {ratios} |"
+
+
+def _ranks(report: dict[str, Any]) -> int:
+    return report["world_size"]
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Each name once: ours, upstream's, others', the limit."""
+    groups = ("minifsdp-shared", "minifsdp", "fsdp", "ddp", "deepspeed", "none")
+    return sorted(set(names), key=lambda n: (next(i for i, g in enumerate(groups) if g in n), n))
+
+
+def _medians(runs: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
+    """The median of a figure over runs, for each engine that has it."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        for name, row in run["engines"].items():
+            if row.get(key) is not None:
+                found.setdefault(name, []).append(row[key])
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def _shape(work: dict[str, Any]) -> str:
