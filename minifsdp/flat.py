@@ -36,6 +36,7 @@ class FlatShard:
         self.rank = rank
         self.message_dtype = message_dtype
         self.staged = staged
+        self.number = 0
         self.piece = PieceLayout.of(layouts)
         self.slots = self.piece.slots
         self.flat: torch.Tensor | None = None

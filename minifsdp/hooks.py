@@ -50,7 +50,6 @@ class ScheduledUnit(Unit):
         super().__init__(*args)
         self.reducer = GradientReducer(self)
         self.runtime: Runtime | None = None  # until the first forward finds the root
-        self.index = 0  # among the runtime's units
         self.phase = Phase.IDLE
         self.reshard_after_forward: bool | None = None
         """None: always, but for the root of a forward that a backward may follow."""

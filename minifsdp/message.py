@@ -14,11 +14,10 @@ class LocalGather:
     """The gather of a unit on one rank: nothing travels, rows are copied (cast) at most."""
 
     nbytes = 0
+    is_deferred = False
 
     def __init__(self, parts: Sequence[FlatShard]) -> None:
         self._parts = parts
-
-    def hold(self) -> None: ...
 
     def wait(self, outputs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> None:
         for part, of_ranks in zip(self._parts, outputs, strict=True):

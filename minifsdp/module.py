@@ -45,15 +45,20 @@ class FSDPModule:
         """Make this unit's own parameters whole; with `async_op`, once the handle is waited for."""
         unit = self._unit()
         unit.unshard()
-        if async_op:
-            unit.hold()
+        if async_op and not unit.gathers_late():  # such a gather has to begin now: it is done now
             return UnshardHandle(unit)
         unit.wait_for_unshard()
-        return None
+        return UnshardHandle(unit) if async_op else None
 
     def reshard(self) -> None:
         """Free this unit's whole parameters; rows are registered again."""
         self._unit().reshard()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As any module's; gradients that are still being stepped on are waited for."""
+        for unit in self._units(recurse=True):
+            unit.settle()
+        super().zero_grad(set_to_none)
 
     def reset_iter_state(self) -> None:
         """Give up the iteration under way after an exception; gradients not yet reduced are lost.

@@ -38,7 +38,8 @@ class Staging:
         buffer = self._buffers[self._turn]
         if buffer is None or buffer.numel() < nbytes:
             pin = torch.accelerator.is_available()
-            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+            with torch.inference_mode(False):  # it is kept for training
+                buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
             self._buffers[self._turn] = buffer
         return buffer[:nbytes].view(dtype)
 

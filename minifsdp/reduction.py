@@ -58,6 +58,7 @@ class GradientReducer:
         self.peers = unit.home.shards
         self._unsynced: dict[ShardedParam, torch.Tensor] = {}
         self._partial: torch.Tensor | None = None
+        self._is_last = True  # whether what is under way is of the last backward before a step
         self._forget()
 
     def _forget(self) -> None:
@@ -82,6 +83,12 @@ class GradientReducer:
                 refuse_higher_order(self.unit.name)
             grads[param] = grad
         return grads
+
+    def has_gradients(self) -> bool:
+        """Whether there is something to collect."""
+        return any(
+            p.unsharded is not None and p.unsharded.grad is not None for p in self.unit.params
+        )
 
     def _reduce_dtype(self, computed: torch.dtype) -> torch.dtype:
         """What gradients that are `computed` in a dtype are reduced or accumulated in."""
@@ -129,6 +136,7 @@ class GradientReducer:
         grads = self._all_gradients()
         if not grads:
             return False
+        self._is_last = self.unit.runtime.root().is_last_backward
         if self._is_local():
             self._hand_out_local(grads)
             return False
@@ -142,6 +150,7 @@ class GradientReducer:
             scale.multiply_before,
             scale.divide_before,
             scale.average_shards,
+            self.unit.index,
         )
         grads.clear()
         nbytes = sum(message.slots) * self.peers.size * dtype.itemsize
@@ -227,7 +236,7 @@ class GradientReducer:
     def _gradients_are_there(self) -> None:
         if events.listeners:
             events.emit("reduced", self.unit.name)
-        if self.on_gradients is not None and self.unit.runtime.root().is_last_backward:
+        if self.on_gradients is not None and self._is_last:
             stepping = self.on_gradients()
             if stepping is not None:
                 self.unit.begin_step(stepping)

@@ -136,7 +136,7 @@ class Runtime:
         """Finish units that no gradient of an input has finished, and every reduction."""
         self.callback_queued = False
         for unit in self.units():
-            if unit.phase is not Phase.REDUCED:
+            if unit.phase is not Phase.REDUCED or unit.reducer.has_gradients():
                 unit.finish_backward()
             unit.phase = Phase.IDLE
         if not self.root().is_last_backward:

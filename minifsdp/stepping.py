@@ -26,7 +26,10 @@ from .module import FSDPModule
 
 
 class UnitOptimizers:
-    """What `step_in_backward` returns; use it as one optimizer."""
+    """What `step_in_backward` returns; use it as one optimizer.
+
+    What takes optimizers of torch (schedulers, torch.distributed.checkpoint) takes `optimizers`.
+    """
 
     def __init__(
         self,
@@ -35,48 +38,62 @@ class UnitOptimizers:
         max_norm: float | None,
     ) -> None:
         self._max_norm = max_norm
-        self._params: list[nn.Parameter] = []  # the order they are in decides the norm's last bit
         self._units: list[tuple[ScheduledUnit, Optimizer]] = []
+        self._unsharded: Optimizer | None = None  # of parameters that belong to no unit
         self.norm: torch.Tensor | None = None
         """With `max_norm`, the norm of all gradients before they were clipped at the last step."""
         self._worker = ThreadPoolExecutor(1, "minifsdp-optimizer")
         units = dict.fromkeys(u for m in model.modules() if (u := unit_of(m)) is not None)
-        place = {id(param): index for index, param in enumerate(model.parameters())}
+        sharded = {id(p.registered()): p.sharded for unit in units for p in unit.params}
+        # In the model's order: it decides the last bit of the norm.
+        self._params = [sharded.get(id(p), p) for p in model.parameters() if p.requires_grad]
         for unit in units:
+            if unit.reducer.on_gradients is not None:
+                raise RuntimeError(
+                    f"unit {unit.name!r} already steps in backward: call step_in_backward once"
+                )
             params = [p.sharded for p in unit.params if p.requires_grad]
             if not params:
                 continue
             optimizer = make_optimizer(params)
             self._units.append((unit, optimizer))
             if max_norm is None:
-                unit.reducer.on_gradients = _Stepper(optimizer, unit, self._worker)
+                unit.reducer.on_gradients = _Stepper(optimizer, unit.offloaded, self._worker)
                 refuse_clipping(params)
-            self._params += params
-        self._params.sort(key=lambda param: place.get(id(param), len(place)))
+        known = {id(param) for param in sharded.values()}
+        if others := [param for param in self._params if id(param) not in known]:
+            self._unsharded = make_optimizer(others)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """One for each unit that trains, as torch.distributed.checkpoint takes them."""
-        return [optimizer for _, optimizer in self._units]
+        """One for each unit that trains, and one for ignored parameters; none is stepping."""
+        self.wait()
+        ours = [optimizer for _, optimizer in self._units]
+        return ours if self._unsharded is None else [*ours, self._unsharded]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all optimizers: set `group["lr"]` in each."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def step(self) -> None:
-        """With `max_norm`, clip and step; without, backward has, and what still runs is waited for.
+    def step(self, wait: bool = True) -> None:
+        """Step on what backward has not, clipped with `max_norm`, and wait for steps under way.
 
-        With `max_norm`, units on the host step behind what follows; `wait` waits for them.
+        wait: False lets units on the host step behind the forward that follows. Until then, or
+            `wait`, leave parameters, gradients and the settings of `optimizers` alone.
         """
         self.wait()
-        if self._max_norm is None:
-            return
-        self.norm = clip_grad_norm_(self._params, self._max_norm)
+        if self._max_norm is not None:
+            self.norm = clip_grad_norm_(self._params, self._max_norm)
+        if self._unsharded is not None:
+            _Stepper(self._unsharded, False, self._worker)()
         for unit, optimizer in self._units:
-            stepping = _Stepper(optimizer, unit, self._worker)()
-            if stepping is not None:
-                unit.begin_step(stepping)
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                stepping = _Stepper(optimizer, unit.offloaded, self._worker)()
+                if stepping is not None:
+                    unit.begin_step(stepping)
+        if wait:
+            self.wait()
 
     def wait(self) -> None:
         """Block until every step that was begun is over. Raises what a step raised."""
@@ -88,32 +105,28 @@ class UnitOptimizers:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizers' states, in the order of units."""
-        self.wait()
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned. Raises ValueError for another number of units."""
-        states = state["optimizers"]
-        if len(states) != len(self._units):
+        optimizers, states = self.optimizers, state["optimizers"]
+        if len(states) != len(optimizers):
             raise ValueError(
-                f"the state is of {len(states)} units' optimizers, the model has "
-                f"{len(self._units)}: shard it as it was sharded when it was saved"
+                f"the state is of {len(states)} optimizers, the model has {len(optimizers)}: shard "
+                "it as it was sharded when it was saved"
             )
-        self.wait()
-        for optimizer, its_state in zip(self.optimizers, states, strict=True):
+        for optimizer, its_state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(its_state)
 
 
 class _Stepper:
-    """Steps one unit and frees its gradients; on the worker if the unit is on the host."""
+    """Steps and frees gradients; on the worker if it is to go on `behind` what follows."""
 
-    def __init__(self, optimizer: Optimizer, unit: ScheduledUnit, worker: ThreadPoolExecutor):
-        self._optimizer = optimizer
-        self._in_background = unit.offloaded
-        self._worker = worker
+    def __init__(self, optimizer: Optimizer, behind: bool, worker: ThreadPoolExecutor) -> None:
+        self._optimizer, self._behind, self._worker = optimizer, behind, worker
 
     def __call__(self) -> Future[None] | None:
-        if not self._in_background:
+        if not self._behind:
             self._step()
             return None
         return self._worker.submit(self._step)
@@ -139,9 +152,10 @@ def step_in_backward(
 
     make_optimizer: from one unit's trainable parameters (DTensors) to an optimizer over them.
     max_norm: clip all gradients to this norm. Then `step` does the stepping, a unit at a time;
-        units that are offloaded step while the next forward runs.
+        with `step(wait=False)` units that are offloaded step while the next forward runs.
 
-    Raises ValueError for a model that is not sharded.
+    Raises ValueError for a model that is not sharded, RuntimeError for one that steps already.
+    A loss that is scaled (GradScaler) needs `max_norm`: backward would step on scaled gradients.
     """
     if not isinstance(model, FSDPModule):
         raise ValueError(

@@ -48,6 +48,7 @@ class Unit:
         offload_policy: OffloadPolicy,
     ) -> None:
         self.name = "?"
+        self.index = 0  # among the units below one root
         self.params = list(params)
         self.home = home
         self.near: Home | None = None  # where to reshard to after forward, if not home
@@ -156,6 +157,8 @@ class Unit:
         peers = self.near.shards if near else self.home.shards
         parts = self._near_parts if near else self._parts
         moving = [part for part in parts if not self._is_whole(part)]
+        for part in moving:
+            part.number = self.index
         if debug.active:
             nbytes = sum(part.piece.numel * part.message_dtype.itemsize for part in moving)
             debug.active.before_message("all-gather", self.name, nbytes * peers.size, peers)
@@ -169,10 +172,9 @@ class Unit:
         if events.listeners:
             events.emit("all_gather", self.name, self._gather.nbytes)
 
-    def hold(self) -> None:
-        """Gather what the shards hold now, whatever is done to them before it is waited for."""
-        if self.state is State.GATHERING:
-            self._gather.hold()
+    def gathers_late(self) -> bool:
+        """Whether a gather has been asked for that only begins when it is waited for."""
+        return self.state is State.GATHERING and self._gather.is_deferred
 
     def wait_for_unshard(self) -> None:
         """Make the parameters whole, once what `unshard` started has arrived."""

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import stack
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import minifsdp
@@ -108,9 +110,8 @@ N, BLOCKS = 512, 4
 UNIT_BYTES = 4 * N * N
 
 
-def _peak(steps_in_backward: bool) -> tuple[int, int]:
-    """Bytes of the most held at once in a third step above what was held before it; and those that
-    are mapped to be shared."""
+def _peak(steps_in_backward: bool) -> int:
+    """Bytes of the most held at once in a third step above what was held before it."""
     model = nn.Sequential(*[nn.Linear(N, N, bias=False) for _ in range(BLOCKS)])
     for block in model:
         minifsdp.fully_shard(block)
@@ -130,19 +131,27 @@ def _peak(steps_in_backward: bool) -> tuple[int, int]:
             optimizer.zero_grad()
     events = seen.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    peak = max(itertools.accumulate(nbytes for _, nbytes in changes))
-    return peak, sum(stop - start for start, stop in _shared_mappings())
+    return max(itertools.accumulate(nbytes for _, nbytes in changes))
 
 
-def _shared_mappings() -> list[tuple[int, int]]:
-    """Where memory that has no name but the shared-memory file system's is mapped to be shared."""
-    found = []
+def _mapped_by_a_group() -> int:
+    """Bytes that a process group's first messages map to be shared."""
+    before = _shared_bytes()
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model = stack.shard(stack.build(), mesh=mesh)
+    stack.step(model)
+    return _shared_bytes() - before
+
+
+def _shared_bytes() -> int:
+    """Bytes of the shared-memory file system that are mapped to be shared."""
+    found = 0
     with open("/proc/self/maps") as maps:
         for line in maps:
             addresses, permissions, *rest = line.split()
             if permissions.endswith("s") and any("/dev/shm" in word for word in rest):
                 start, stop = (int(address, 16) for address in addresses.split("-"))
-                found.append((start, stop))
+                found += stop - start
     return found
 
 
@@ -153,16 +162,15 @@ def test_the_most_held_at_once_follows_the_byte_formula(run_ranks, world_size, s
     of the other blocks' gradients, unless they have been stepped on."""
     rows = 0 if steps_in_backward else (BLOCKS - 1) * UNIT_BYTES // world_size
     formula = 2 * UNIT_BYTES + rows
-    for peak, _ in run_ranks(world_size, _peak, steps_in_backward):
+    for peak in run_ranks(world_size, _peak, steps_in_backward):
         assert formula <= peak <= formula + 64 * 1024
 
 
 def test_what_is_shared_is_two_halves_a_rank_and_a_page(run_ranks):
     for world_size in (2, 4):
         half = min(2**18 * (world_size - 1), 2**20)
-        mapped = world_size * (2 * half + 4096)  # for each process group that has sent a message
-        for _, shared in run_ranks(world_size, _peak, False):
-            assert shared >= mapped and shared % mapped == 0
+        mapped = world_size * (2 * half + 4096)
+        assert run_ranks(world_size, _mapped_by_a_group) == [mapped] * world_size
 
 
 def test_large_host_buffers_get_large_pages_where_the_system_has_them():

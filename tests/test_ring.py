@@ -125,6 +125,7 @@ class _Part:
     kept: torch.Tensor
     message_dtype: torch.dtype
     slots: tuple[int, ...]
+    number: int = 0
 
     def source(self) -> torch.Tensor:
         return self.kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import tempfile
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ import torch.distributed as dist
 from pool import Pool, RanksFailed
 from small_net import build, data, reference_gradients, whole_gradients
 from test_ring import CPU, _bits, _Part
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifsdp import fully_shard
 from minifsdp.collectives import Gradients, Peers, mailbox, use_collectives
 from minifsdp.collectives.backend import BackendCollectives
 from minifsdp.collectives.direct import DirectCollectives
@@ -41,21 +45,13 @@ def slots_of(draw: random.Random) -> tuple[int, ...]:
     )
 
 
-def gathered(collectives, parts, peers, edit: bool) -> list[torch.Tensor]:
+def gathered(collectives, parts, peers) -> list[torch.Tensor]:
     outputs = [
         [[torch.empty(slot, dtype=part.message_dtype) for slot in part.slots] for part in parts]
         for _ in range(peers.size)
     ]
     gather = collectives.all_gather(parts, peers, CPU)
-    if edit:  # what was sent is what the shard held then
-        gather.hold()
-        kept = [part.kept.clone() for part in parts]
-        for part in parts:
-            part.kept.zero_()
     gather.wait([[outputs[r][i] for r in range(peers.size)] for i in range(len(parts))])
-    if edit:
-        for part, was in zip(parts, kept, strict=True):
-            part.kept.copy_(was)
     return [slot for of_rank in outputs for of_part in of_rank for slot in of_part]
 
 
@@ -77,7 +73,7 @@ def _random_steps(seed: int, steps: int) -> list[str]:
     differ = []
     for step in range(steps):
         slots, dtype = slots_of(draw), draw.choice(DTYPES)
-        average, edit, gathers = draw.random() < 0.5, draw.random() < 0.3, draw.random() < 0.5
+        average, gathers = draw.random() < 0.5, draw.random() < 0.5
         abandoned = draw.random() < 0.1
         results = []
         for collectives in (shared, backend):
@@ -89,7 +85,7 @@ def _random_steps(seed: int, steps: int) -> list[str]:
                     gather = collectives.all_gather(parts, peers, CPU)
                     gather.finish()
                     gather.discard()
-                results.append(gathered(collectives, parts, peers, edit))
+                results.append(gathered(collectives, parts, peers))
             else:
                 results.append([reduced(collectives, slots, dtype, average, generator, peers)])
         if not all(torch.equal(_bits(a), _bits(b)) for a, b in zip(*results, strict=True)):
@@ -145,6 +141,63 @@ def test_mailboxes_allocate_nothing_but_the_reduced_rows(run_ranks, world_size):
     for gather, reduction in run_ranks(world_size, _allocations):
         assert gather == []
         assert reduction == [4 * 503_000]
+
+
+def _waits_in_other_orders() -> bool:
+    """Units are gathered for the user in the order of `unshard`, whatever order ranks wait in."""
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
+    whole = [layer.weight.detach().clone() for layer in model]
+    for tensor in whole:
+        dist.broadcast(tensor, 0)
+    for layer, tensor in zip(model, whole, strict=True):
+        layer.weight.data.copy_(tensor)
+        fully_shard(layer)
+    fully_shard(model)
+    handles = [layer.unshard(async_op=True) for layer in model]
+    for handle in handles if dist.get_rank() else handles[::-1]:
+        handle.wait()
+    return all(torch.equal(a.weight, b) for a, b in zip(model, whole, strict=True))
+
+
+def test_ranks_may_wait_for_asynchronous_unshards_in_any_order(run_ranks):
+    assert run_ranks(2, _waits_in_other_orders) == [True, True]
+
+
+def _evaluates_first() -> bool:
+    """Train after a group's first message was sent in inference mode."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model = build(mesh=mesh)
+    with torch.inference_mode():
+        model(data())
+    model(data()).square().mean().backward()
+    pairs = zip(whole_gradients(model), reference_gradients(), strict=True)
+    return all(torch.allclose(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_first_message_of_a_group_may_be_of_an_evaluation(run_ranks, world_size):
+    assert run_ranks(world_size, _evaluates_first) == [True] * world_size
+
+
+def _groups_that_come_and_go() -> list[int]:
+    """Open files after each of several process groups that were used and dropped."""
+    counts = []
+    for _ in range(4):
+        group = dist.new_group()
+        model = build(mesh=DeviceMesh.from_group(group, "cpu"))
+        model(data()).square().mean().backward()
+        del model
+        gc.collect()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        counts.append(Path("/proc/self/maps").read_text().count("/dev/shm"))
+    return counts
+
+
+def test_a_dropped_group_leaves_no_mailbox(run_ranks):
+    for counts in run_ranks(2, _groups_that_come_and_go):
+        assert len(set(counts)) == 1
 
 
 # When sharing is not possible
@@ -263,10 +316,9 @@ def test_a_rank_that_does_not_come_is_named(run_ranks):
 def _other_message() -> None:
     peers = world()
     shared = SharedCollectives(DirectCollectives())
-    numel = 4 + peers.rank
-    part = _Part(torch.zeros(numel), torch.float32, (numel,))
-    outputs = [[[torch.empty(numel)] for _ in range(peers.size)]]
-    with pytest.raises(RuntimeError, match="sends another message"):
+    part = _Part(torch.zeros(4), torch.float32, (4,), number=peers.rank)
+    outputs = [[[torch.empty(4)] for _ in range(peers.size)]]
+    with pytest.raises(RuntimeError, match=r"sends another message .*of unit number"):
         shared.all_gather([part], peers, CPU).wait(outputs)
 
 

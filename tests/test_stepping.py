@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
-from minifsdp import clip_grad_norm_, full_state_dict, step_in_backward
+from minifsdp import clip_grad_norm_, full_state_dict, fully_shard, step_in_backward
+from minifsdp.collectives import use_collectives
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -44,6 +45,7 @@ def settings_of(case: str) -> dict:
 
 def _trained(case: str, how: str) -> list[torch.Tensor]:
     """Parameters after four steps, one of them of two micro-batches."""
+    use_collectives("direct" if "direct" in case else "auto")
     model = stack.shard(stack.build(), **settings_of(case))
     max_norm = 0.05 if "clip" in case else None
     if how == "in backward":
@@ -72,12 +74,13 @@ def _same_bits(case: str) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-CASES = ["fp32", "bf16", "offload", "bf16 offload", "clip", "offload clip", "synced", "HSDP"]
+CASES = ["fp32", "bf16", "offload", "bf16 offload", "clip", "offload clip"]
+CASES += ["synced", "direct synced", "HSDP", "HSDP synced"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_stepping_in_backward_trains_to_the_same_bits(run_ranks, case):
-    for world_size in (4,) if case == "HSDP" else (1, 2, 3):
+    for world_size in (4,) if "HSDP" in case else (1, 2, 3):
         assert run_ranks(world_size, _same_bits, case) == [True] * world_size
 
 
@@ -153,7 +156,7 @@ def _resumed() -> list[bool]:
     minifsdp.load_full_state_dict(other, weights)
     again = step_in_backward(other, adamw)
     again.load_state_dict(state)
-    with pytest.raises(ValueError, match="3 units"):
+    with pytest.raises(ValueError, match="of 3 optimizers"):
         again.load_state_dict({"optimizers": state["optimizers"][:3]})
     steps(other, again, 2, 4)
     pairs = zip(model.parameters(), other.parameters(), strict=True)
@@ -185,7 +188,7 @@ def _threads(offload: bool, max_norm: float | None) -> list[str]:
     model = stack.shard(stack.build(), **settings_of("offload" if offload else ""))
     optimizer = step_in_backward(model, lambda params: Watched(params, log), max_norm)
     backward(model, 0)
-    optimizer.step()
+    optimizer.step(wait=False)
     stepped_before = len(log)
     backward(model, 1)  # gathers units; each must have stepped
     if max_norm is not None and offload:
@@ -220,7 +223,7 @@ def _state_is_at_rest() -> bool:
     model = stack.shard(stack.build(), **settings_of("offload"))
     optimizer = step_in_backward(model, lambda params: Watched(params, []), max_norm=1.0)
     backward(model, 0)
-    optimizer.step()
+    optimizer.step(wait=False)
     early = {name: stack.local(p).clone() for name, p in model.state_dict().items()}
     optimizer.wait()
     return all(torch.equal(early[name], stack.local(p)) for name, p in model.state_dict().items())
@@ -228,3 +231,79 @@ def _state_is_at_rest() -> bool:
 
 def test_a_state_dict_waits_for_the_steps_under_way(run_ranks):
     assert run_ranks(2, _state_is_at_rest) == [True, True]
+
+
+def _zeroed_meanwhile() -> list[bool]:
+    """Whether updates arrive though the model's gradients are zeroed while they are stepped on."""
+    model = stack.shard(stack.build(), **settings_of("offload"))
+    before = [stack.local(p).clone() for p in model.parameters()]
+    optimizer = step_in_backward(model, lambda params: Watched(params, []), max_norm=1.0)
+    backward(model, 0)
+    optimizer.step(wait=False)
+    model.zero_grad()
+    pairs = zip(before, model.parameters(), strict=True)
+    return [not torch.equal(a, stack.local(p)) for a, p in pairs if a.numel()]
+
+
+def test_zeroing_the_models_gradients_waits_for_the_steps_under_way(run_ranks):
+    for moved in run_ranks(2, _zeroed_meanwhile):
+        assert all(moved)
+
+
+class Sometimes(nn.Module):
+    """Two linear units, of which the second is used when it is told to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if both else x
+
+
+def _unused_at_last(how: str, ignored: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Sometimes()
+    extra = {model.second.bias} if ignored else set()
+    fully_shard(model.first)
+    fully_shard(model.second, ignored_params=extra)
+    fully_shard(model, ignored_params=extra)
+
+    def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:  # may mix sharded and whole ones
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)
+
+    if how == "in backward":
+        optimizer = step_in_backward(model, sgd)
+    else:
+        optimizer = sgd(list(model.parameters()))
+    for step in range(2):
+        for both in (True, False):
+            model.set_is_last_backward(not both)
+            model(stack.batch(step), both).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
+    return [stack.local(p).clone() for p in model.parameters()]
+
+
+def _steps_on_everything(ignored: bool) -> bool:
+    pairs = zip(
+        _unused_at_last("in backward", ignored), _unused_at_last("after", ignored), strict=True
+    )
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_units_the_last_micro_batch_skips_and_ignored_parameters_step_too(run_ranks, ignored):
+    assert run_ranks(2, _steps_on_everything, ignored) == [True, True]
+
+
+def _twice() -> None:
+    model = stack.shard(stack.build())
+    step_in_backward(model, adamw)
+    with pytest.raises(RuntimeError, match="already steps in backward"):
+        step_in_backward(model, adamw)
+
+
+def test_a_second_call_is_refused(run_ranks):
+    run_ranks(1, _twice)

@@ -26,9 +26,8 @@ class Gather(Protocol):
     """An all-gather under way."""
 
     nbytes: int
-
-    def hold(self) -> None:
-        """Send what the shards hold now, whatever is done to them before the wait."""
+    is_deferred: bool
+    """Whether it only begins when it is waited for; ranks must then wait in the same order."""
 
     def wait(self, outputs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> None:
         """Fill `outputs`: for each part and rank, one (slot,) view a parameter."""

@@ -51,14 +51,15 @@ class Lanes:
 
     def __init__(self, mailboxes: Mailboxes) -> None:
         self.mailboxes = mailboxes
-        self.lane_bytes = mailboxes.half_bytes // (mailboxes.peers.size - 1) // 16 * 16
+        self.lane_bytes = mailboxes.half_bytes // (mailboxes.size - 1) // 16 * 16
         self._divisors: dict[torch.dtype, torch.Tensor] = {}
         self._views: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
 
     def divisor(self, dtype: torch.dtype) -> torch.Tensor:
         """The number of ranks, 0-d: of a plain number torch would make one at each division."""
         if dtype not in self._divisors:
-            self._divisors[dtype] = torch.tensor(self.mailboxes.peers.size, dtype=dtype)
+            with torch.inference_mode(False):
+                self._divisors[dtype] = torch.tensor(self.mailboxes.size, dtype=dtype)
         return self._divisors[dtype]
 
     def of(
@@ -72,8 +73,9 @@ class Lanes:
         found = self._views.get(key)
         if found is None:
             start, nbytes = lane * self.lane_bytes, (cut.stop - cut.start) * dtype.itemsize
-            flat = self.mailboxes.half(rank, half)[start : start + nbytes].view(dtype)
-            found = flat, torch.split_with_sizes(flat, cut.sizes)
+            with torch.inference_mode(False):  # what is kept is used in training too
+                flat = self.mailboxes.half(rank, half)[start : start + nbytes].view(dtype)
+                found = flat, torch.split_with_sizes(flat, cut.sizes)
             if cut.is_whole:
                 self._views[key] = found
         return found

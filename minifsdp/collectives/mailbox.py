@@ -87,7 +87,7 @@ class Mailboxes:
     """
 
     def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+        self.rank, self.size = peers.rank, peers.size  # not the group, which would never be freed
         self._ranks = dist.get_process_group_ranks(peers.group)
         self._others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
         self._timeout_seconds = _timeout_seconds(peers.group)
@@ -108,24 +108,24 @@ class Mailboxes:
             failure = f"{error.strerror} in {_FOLDER}"
         try:
             mine = failure or _Invitation(_host(), os.getpid(), fd, token)
-            self._open_others(self._agree(mine))
+            self._open_others(self._agree(mine, peers), peers)
         finally:
             if fd >= 0:
                 os.close(fd)  # the mapping stays
 
-    def _agree(self, mine: object) -> list:
+    def _agree(self, mine: object, peers: Peers) -> list:
         """What every rank says. Raises Unavailable if one says, as a string, why it cannot."""
-        said: list = [None] * self.peers.size
-        dist.all_gather_object(said, mine, group=self.peers.group)
+        said: list = [None] * peers.size
+        dist.all_gather_object(said, mine, group=peers.group)
         failed = {self._ranks[r]: why for r, why in enumerate(said) if isinstance(why, str)}
         if failed:
             raise Unavailable(failed)
         return said
 
-    def _open_others(self, invitations: list[_Invitation]) -> None:
+    def _open_others(self, invitations: list[_Invitation], peers: Peers) -> None:
         if len({invitation.host for invitation in invitations}) > 1:
             raise DifferentHosts({})
-        self._boxes: list[_Mailbox] = [self._mine] * self.peers.size
+        self._boxes: list[_Mailbox] = [self._mine] * peers.size
         self._processes: dict[int, int] = {}  # a file descriptor that tells of its end: rank
         self._endings = select.poll()
         failure = None
@@ -134,7 +134,7 @@ class Mailboxes:
                 self._open(rank, invitations[rank])
         except OSError as error:
             failure = f"cannot open the mailbox of rank {self._ranks[rank]}: {error.strerror}"
-        self._agree(failure)  # and nobody closes a mailbox before all have opened it
+        self._agree(failure, peers)  # and nobody closes a mailbox before all have opened it
 
     def _open(self, rank: int, invitation: _Invitation) -> None:
         fd = os.open(f"/proc/{invitation.pid}/fd/{invitation.fd}", os.O_RDWR)
@@ -182,7 +182,7 @@ class Mailboxes:
             if theirs != label:
                 raise RuntimeError(
                     f"rank {self._ranks[rank]} sends another message ({describe(theirs)}) than "
-                    f"rank {self._ranks[self.peers.rank]} ({describe(label)}): every rank must run "
+                    f"rank {self._ranks[self.rank]} ({describe(label)}): every rank must run "
                     "the same units in the same order. minifsdp.debug.checks() names the units"
                 )
         return half
@@ -217,18 +217,23 @@ class Mailboxes:
             names = ", ".join(str(self._ranks[r]) for r in ended)
             raise RuntimeError(
                 f"rank {names} has died (its process has ended) while rank "
-                f"{self._ranks[self.peers.rank]} waited for its part of a message"
+                f"{self._ranks[self.rank]} waited for its part of a message"
             )
 
 
-def label(kind: str, nbytes: int) -> int:
-    """A number that stands for a message."""
-    return 2 * nbytes + (kind == "reduce-scatter")
+_MOST_BYTES = 2**46
+
+
+def label(kind: str, unit: int, nbytes: int) -> int:
+    """A number that stands for a message of unit number `unit`."""
+    return (2 * (unit % 2**14) + (kind == "reduce-scatter")) * _MOST_BYTES + nbytes
 
 
 def describe(number: int) -> str:
     """What `label` numbered."""
-    return f"{'reduce-scatter' if number % 2 else 'all-gather'} of {number // 2} bytes"
+    about, nbytes = divmod(number, _MOST_BYTES)
+    kind = "reduce-scatter" if about % 2 else "all-gather"
+    return f"{kind} of unit number {about // 2}, {nbytes} bytes"
 
 
 def _reserve(nbytes: int) -> int:

@@ -30,6 +30,7 @@ class Part(Protocol):
 
     message_dtype: torch.dtype
     slots: tuple[int, ...]  # elements of each parameter's slot
+    number: int  # of the unit, the same on all ranks
 
     def source(self) -> torch.Tensor:
         """This rank's flat rows, (piece_numel,), in any dtype and on any device."""
@@ -53,6 +54,8 @@ class Gradients(NamedTuple):
     """or divided by this."""
     average: bool = False
     """Whether the sum is divided by the number of ranks."""
+    number: int = 0
+    """The unit's, the same on all ranks."""
 
     def scale(self, message: torch.Tensor) -> None:
         """What is due before the sum, on any part of the message."""
@@ -108,6 +111,8 @@ class Work(Protocol):
 class PackedGather:
     """An all-gather under way: every rank's piece lands in one (world_size, bytes) message."""
 
+    is_deferred = False
+
     def __init__(self, parts: Sequence[Part], peers: Peers, device: torch.device, pool: Pool):
         self._pool = pool
         self._places: list[tuple[Part, int, int]] = []
@@ -126,9 +131,6 @@ class PackedGather:
             return  # there is nothing to view as a dtype
         for part, start, stop in self._places:
             part.copy_into(self.message[peers.rank, start:stop].view(part.message_dtype))
-
-    def hold(self) -> None:
-        """Nothing to do: what is sent was copied when the gather began."""
 
     def wait(self, outputs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> None:
         """Copy what arrived into `outputs`: for each part and rank, one (slot,) a parameter."""

@@ -26,27 +26,22 @@ from .packed import Gradients, Part, Peers
 class SharedGather:
     """An all-gather that begins when it is waited for."""
 
+    is_deferred = True
+
     def __init__(self, parts: Sequence[Part], lanes: Lanes) -> None:
         self._parts, self._lanes = parts, lanes
-        self._peers = lanes.mailboxes.peers
-        self._held: list[torch.Tensor] | None = None
+        self._rank, self._size = lanes.mailboxes.rank, lanes.mailboxes.size
         piece_bytes = sum(sum(part.slots) * part.message_dtype.itemsize for part in parts)
-        self.nbytes = piece_bytes * self._peers.size
-
-    def hold(self) -> None:
-        """Send what the shards hold now, whatever is done to them before the wait."""
-        self._held = [part.source().to(part.message_dtype, copy=True) for part in self._parts]
+        self.nbytes = piece_bytes * self._size
 
     def wait(self, outputs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> None:
         """Fill `outputs`: for each part and rank, one (slot,) a parameter."""
-        for index, (part, of_ranks) in enumerate(zip(self._parts, outputs, strict=True)):
-            source = part.source() if self._held is None else self._held[index]
-            self._gather(part, source, of_ranks)
+        for part, of_ranks in zip(self._parts, outputs, strict=True):
+            self._gather(part, of_ranks)
 
-    def _gather(
-        self, part: Part, source: torch.Tensor, of_ranks: Sequence[Sequence[torch.Tensor]]
-    ) -> None:
-        dtype, lanes, rank = part.message_dtype, self._lanes, self._peers.rank
+    def _gather(self, part: Part, of_ranks: Sequence[Sequence[torch.Tensor]]) -> None:
+        dtype, lanes, rank = part.message_dtype, self._lanes, self._rank
+        source = part.source()
         chunks = cuts(part.slots, lanes.mailboxes.half_bytes // dtype.itemsize)
 
         def own(cut: Cut) -> torch.Tensor:
@@ -58,13 +53,13 @@ class SharedGather:
         def read(cut: Cut, half: int) -> None:
             targets = _spans(of_ranks[rank], cut)
             sources = list(torch.split_with_sizes(own(cut), cut.sizes))
-            for r in range(self._peers.size):
+            for r in range(self._size):
                 if r != rank:
                     targets += _spans(of_ranks[r], cut)
                     sources += lanes.of(r, half, 0, cut, dtype)[1]
             torch._foreach_copy_(targets, sources)
 
-        lanes.exchange(chunks, label("all-gather", self.nbytes), write, read)
+        lanes.exchange(chunks, label("all-gather", part.number, self.nbytes), write, read)
 
     def finish(self) -> None:
         """Nothing is under way."""
@@ -79,15 +74,16 @@ class SharedReduction:
     is_complete = True
 
     def __init__(self, grads: Gradients, lanes: Lanes) -> None:
-        self._grads, self._lanes, self._peers = grads, lanes, lanes.mailboxes.peers
-        size, itemsize = self._peers.size, grads.dtype.itemsize
+        self._grads, self._lanes = grads, lanes
+        self._rank, self._size = lanes.mailboxes.rank, lanes.mailboxes.size
+        size, itemsize = self._size, grads.dtype.itemsize
         numel = sum(grads.slots)
         self._rows = [
             _rows_by_rank(grad, slot, size)
             for grad, slot in zip(grads.full, grads.slots, strict=True)
         ]
         self._output = torch.empty(numel, dtype=grads.dtype)
-        number = label("reduce-scatter", numel * size * itemsize)
+        number = label("reduce-scatter", grads.number, numel * size * itemsize)
         chunks = cuts(grads.slots, lanes.lane_bytes // itemsize)
         lanes.exchange(chunks, number, self._write, self._read)
         grads.full.clear()
@@ -103,8 +99,8 @@ class SharedReduction:
         return self._lanes.of(owner, half, lane, cut, self._grads.dtype)
 
     def _write(self, cut: Cut, half: int) -> None:
-        rank = self._peers.rank
-        for reader in range(self._peers.size):
+        rank = self._rank
+        for reader in range(self._size):
             if reader != rank:
                 self._place(cut, reader, *self._lane(rank, half, reader, cut))
 
@@ -129,7 +125,7 @@ class SharedReduction:
 
     def _read(self, cut: Cut, half: int) -> None:
         """Add the peers' rows to this rank's, in gloo's order."""
-        size, rank = self._peers.size, self._peers.rank
+        size, rank = self._size, self._rank
         mine = self._output if cut.is_whole else self._output[cut.start : cut.stop]
         self._place(cut, rank, mine, torch.split_with_sizes(mine, cut.sizes))
         lanes = [mine if r == rank else self._lane(r, half, rank, cut)[0] for r in range(size)]
@@ -201,7 +197,8 @@ class SharedCollectives:
         if peers.group not in self._of_group:
             lanes: Lanes | None = None
             try:
-                lanes = Lanes(Mailboxes(peers))
+                with torch.inference_mode(False):  # the first message may be of an evaluation
+                    lanes = Lanes(Mailboxes(peers))
             except DifferentHosts:
                 pass
             except Unavailable as why:
