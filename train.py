@@ -20,7 +20,6 @@ import shutil
 import sys
 import time
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,9 +40,9 @@ from llama import Llama
 from llama.finetune.data import NO_LOSS
 from llama.finetune.evaluate import answers, exact_match, mean_loss, summed_loss
 from llama.finetune.job import Job, prepare
-from llama.finetune.processes import connect, everywhere, leave
-from llama.finetune.report import Metrics, PeakMemory, describe, read_metrics, write_json
-from llama.finetune.run_folder import PARTS, read_object
+from llama.finetune.processes import Termination, connect, everywhere, leave
+from llama.finetune.report import PeakMemory, describe, read_metrics, write_json
+from llama.finetune.run_folder import read_object
 from llama.finetune.schedule import lr_at
 from llama.weights import load_hf, save_hf
 from minifsdp import checkpoint
@@ -145,12 +144,16 @@ def clip(model: nn.Module, job: Job) -> float:
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step: int
-) -> dict[str, float]:
-    """Do optimizer step `step`, counted from 0, and return what there is to log."""
+    model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step: int, asked_to_end: bool
+) -> tuple[dict[str, float], bool]:
+    """Do optimizer step `step`, counted from 0.
+
+    Returns what there is to log, and whether any rank was asked to end.
+    """
     batch, world_size = job.batches.batch(step), dist.get_world_size()
     targets_in_step = job.batches.target_tokens(step)
-    sums = torch.zeros(2, dtype=torch.float64, device=job.device)  # of losses and tokens
+    sums = torch.zeros(3, dtype=torch.float64, device=job.device)  # losses, tokens, ranks to end
+    sums[2] = asked_to_end
     parts = list(zip(*(part.split(job.micro_batch) for part in batch), strict=True))
     for number, (tokens, targets) in enumerate(parts, start=1):
         tokens, targets = tokens.to(job.device), targets.to(job.device)
@@ -160,9 +163,9 @@ def train_step(
             (loss_sum * (world_size / targets_in_step)).backward()
         # What follows a row's last target is padding.
         tokens_sum = (targets != NO_LOSS).flip(1).cumsum(1).count_nonzero()
-        sums += torch.stack([loss_sum.detach(), tokens_sum.to(loss_sum)])
+        sums[:2] += torch.stack([loss_sum.detach(), tokens_sum.to(loss_sum)])
     dist.all_reduce(sums)
-    total_loss, tokens_in_step = sums.tolist()
+    total_loss, tokens_in_step, ranks_to_end = sums.tolist()
     loss, norm = total_loss / targets_in_step, clip(model, job)
     if not math.isfinite(loss + norm):
         where = f"step {step + 1}: loss {loss}, gradient norm {norm}"
@@ -173,27 +176,45 @@ def train_step(
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return {"loss": loss, "lr": lr, "grad_norm": norm, "tokens": int(tokens_in_step)}
+    logged = {"loss": loss, "lr": lr, "grad_norm": norm, "tokens": int(tokens_in_step)}
+    return logged, ranks_to_end > 0
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """What a checkpoint holds; `step` counts the steps done."""
-    return {
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step: int
+) -> dict[str, Any]:
+    """What a checkpoint holds; `step` counts the steps done.
+
+    Learning rate and data follow from it: what else is said of them is which curve and which order.
+    """
+    args = job.args
+    return job.identity() | {
         "model": torch_state.get_model_state_dict(model),
         "optimizer": torch_state.get_optimizer_state_dict(model, optimizer),
+        "scheduler": {"steps": job.steps, "warmup": args.warmup, "lr": args.lr, "min": args.min_lr},
+        "rng": checkpoint.rng_states(),
         "step": step,
+        "next_example": step * args.batch_size,
     }
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> int:
-    """Load the last checkpoint and return the number of steps done."""
+    """Load the last checkpoint that is whole and return the number of steps done."""
+
+    def tell(damaged: checkpoint.DamagedError) -> None:
+        if dist.get_rank() == 0:
+            about = f"checkpoint {damaged.path} is damaged ({damaged.reason})"
+            print(f"train.py: {about}: going on from the one before it", file=sys.stderr)
+
     decays = [group["weight_decay"] for group in optimizer.param_groups]
-    state = state_of(model, optimizer, 0)
-    checkpoint.load(job.out / "checkpoints", state)
+    state = state_of(model, optimizer, job, 0)
+    path = checkpoint.load(job.out / "checkpoints", state, on_damaged=tell)
+    job.check_identity(state, path)
     torch_state.set_model_state_dict(model, state["model"])
     torch_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay  # the flag's, which may have been given anew
+    checkpoint.restore_rng(state["rng"])
     return state["step"]
 
 
@@ -201,22 +222,6 @@ def steps_saved(out: Path) -> int | None:
     """The steps up to the last checkpoint of the run in `out`; None where there is none."""
     last = checkpoint.latest(out / "checkpoints")
     return None if last is None else checkpoint.step_of(last)
-
-
-def open_run_folder(job: Job, steps_done: int) -> Metrics | None:
-    """Make the run folder ready, on rank 0, and return its metrics file if there will be any."""
-    if dist.get_rank() != 0 or job.summarised:
-        return None
-    if steps_done == job.steps:  # lacks its summary, but config.json is of those who trained
-        return Metrics(job.out / "metrics.jsonl", steps_done)
-    if job.args.overwrite:
-        for part in (job.out / name for name in PARTS):
-            shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
-    job.out.mkdir(parents=True, exist_ok=True)
-    about = {"world_size": dist.get_world_size(), "torch": torch.__version__, "steps": job.steps}
-    content = about | {"arguments": vars(job.args), "model": asdict(job.config)}
-    write_json(job.out / "config.json", content)
-    return Metrics(job.out / "metrics.jsonl", steps_done if job.args.resume else None)
 
 
 class Trained(NamedTuple):
@@ -228,10 +233,20 @@ class Trained(NamedTuple):
     peak_bytes: int | None  # of the rank that took most
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, steps_done: int) -> Trained:
-    """Train on from `steps_done`, logging, evaluating and saving as the flags say."""
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    job: Job,
+    steps_done: int,
+    termination: Termination,
+) -> Trained:
+    """Train on from `steps_done`, logging, evaluating and saving as the flags say.
+
+    Once a rank is asked to end, all save and stop after the step that they are in.
+    """
     args, memory = job.args, PeakMemory(job.device)
-    metrics = everywhere(lambda: open_run_folder(job, steps_done))
+    first, world_size = dist.get_rank() == 0, dist.get_world_size()
+    metrics = everywhere(lambda: job.open_folder(steps_done, world_size) if first else None)
 
     def log(step: int, **values: Any) -> None:
         if metrics:
@@ -252,12 +267,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, steps_do
     memory.start([*model.parameters(), *moments])
     speeds: list[tuple[int, float]] = []  # tokens and seconds of each step
     often = 0.5 if sys.stderr.isatty() else 10.0  # seconds between two states of the bar
-    quiet = dist.get_rank() != 0
-    bar = tqdm(total=job.steps, initial=steps_done, unit="step", disable=quiet, mininterval=often)
+    look = {"unit": "step", "disable": not first, "mininterval": often}
+    bar = tqdm(total=job.steps, initial=steps_done, **look)
     with bar, contextlib.closing(memory):
         for step in range(steps_done, end):
             began = time.perf_counter()
-            logged = train_step(model, optimizer, job, step)
+            logged, stop = train_step(model, optimizer, job, step, termination.asked)
             steps_done = step + 1
             speeds.append((logged["tokens"], time.perf_counter() - began))
             log(steps_done, **logged, seconds=speeds[-1][1])
@@ -265,12 +280,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, steps_do
             bar.update()
             if steps_done == measured:
                 memory.close()
-            if steps_done == end or steps_done % job.save_every == 0:
-                state = state_of(model, optimizer, steps_done)
-                keep = None if args.save_every else 2
-                checkpoint.save(job.out / "checkpoints", steps_done, state, keep)
+            if stop or steps_done == end or steps_done % job.save_every == 0:
+                state, behind = state_of(model, optimizer, job, steps_done), args.async_checkpoint
+                folder = job.out / "checkpoints"
+                checkpoint.save(folder, steps_done, state, behind, job.keep_last)
+            if stop:
+                break
             if steps_done == end or (args.eval_every and steps_done % args.eval_every == 0):
                 eval_loss = evaluate(steps_done)
+    checkpoint.wait()
     if not speeds:
         return Trained(steps_done, eval_loss, None, None)
     tokens, seconds = map(sum, zip(*(speeds[2:] or speeds), strict=True))
@@ -341,14 +359,15 @@ def sum_up(model: nn.Module, job: Job, trained: Trained, started: float) -> None
     print(*describe(summary), sep="\n")
 
 
-def run(started: float) -> None:
+def run(started: float, termination: Termination) -> None:
     """Do the job that the flags describe."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     job = everywhere(lambda: prepare(sys.argv[1:], rank, world_size, steps_saved))
     model = everywhere(lambda: build(job))
     optimizer = make_optimizer(model, job.args)
     steps_done = everywhere(lambda: resume(model, optimizer, job)) if job.args.resume else 0
-    trained = train(model, optimizer, job, steps_done)
+    job = job._replace(summarised=job.summarised and steps_done == job.steps)
+    trained = train(model, optimizer, job, steps_done, termination)
     if trained.steps == job.steps:
         export(model, job)
         if not job.summarised:
@@ -363,10 +382,13 @@ def main() -> None:
     started = time.perf_counter()
     connect()
     try:
-        run(started)
-    except FloatingPointError as reason:  # which every rank met
+        with Termination() as termination:
+            run(started, termination)
+    except (FloatingPointError, checkpoint.SaveError) as reason:  # which every rank met
         leave(1, str(reason))
     finally:
+        with contextlib.suppress(checkpoint.SaveError):
+            checkpoint.wait()  # a thread may be writing one still
         gc.collect()  # the model holds process groups, whose threads must end before Python does
         dist.destroy_process_group()
 

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from llama import Llama, LlamaConfig, Tokenizer
+from llama.finetune.data import Batches, Example
 from llama.finetune.report import Metrics, read_metrics
 from llama.finetune.tasks import TOKENIZER_PATH
 from llama.weights import load_hf
@@ -87,13 +88,13 @@ def train_in_pool(out: Path, flags: list[str]) -> None:
     """Run on this rank of a process group that is there already."""
     train = load_train()
     sys.argv[1:] = ["--device", "cpu", "--out", str(out), *flags]
-    train.run(time.perf_counter())
+    with train.Termination() as termination:
+        train.run(time.perf_counter(), termination)
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def write_dialogs(folder: Path) -> list[str]:
     """Flags for ten dialogs of unequal length, so that ranks have unequal numbers of targets."""
-    path = tmp_path_factory.mktemp("data") / "dialogs.jsonl"
+    path = folder / "dialogs.jsonl"
     dialogs = [
         [
             {"role": "user", "content": "count " * (i % 3 + 1)},
@@ -103,6 +104,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
     path.write_text("".join(json.dumps({"messages": dialog}) + "\n" for dialog in dialogs))
     return ["--data", str(path), "--eval-data", str(path), "--tokenizer", str(TOKENIZER_PATH)]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_dialogs(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
@@ -196,7 +202,8 @@ def test_bfloat16_computes_otherwise_but_keeps_float32_weights(trained: Callable
 def test_a_resumed_run_goes_on_bit_for_bit(
     engine: str, trained: Callable[..., Run], run_ranks: Callable[..., list], tmp_path: Path
 ) -> None:
-    whole, halted = trained(engine, 2), trained(engine, 2, "--stop-at", "3")
+    behind = ["--async-checkpoint"] if engine == "minifsdp" else []
+    whole, halted = trained(engine, 2), trained(engine, 2, "--stop-at", "3", *behind)
     assert not (halted.out / "summary.json").exists()
     assert halted.losses == whole.losses[:3]
     resumed = Run(tmp_path / "run")
@@ -315,17 +322,94 @@ def test_a_finished_run_trains_on_and_may_have_lost_its_metrics(
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(
     ranks: int, trained: Callable[..., Run], tmp_path: Path
 ) -> None:
+    whole, run = trained("minifsdp", 2, "--save-every", "2"), Run(tmp_path / "run")
+    shutil.copytree(whole.out, run.out)
+    checkpoints = [run.out / "checkpoints" / f"step-0000000{step}" for step in (6, 4)]
+    weights = [next(path.glob("*.distcp")) for path in checkpoints]
+    flip_a_byte(weights[0])
+    weights[1].unlink()
+    (run.out / "summary.json").unlink()
+    resumed = launch(run.out, ranks, "--resume")
+    for path, reason in zip(checkpoints, ("the bytes of", weights[1].name), strict=True):
+        line = f"train.py: checkpoint {path} is damaged ({reason}"
+        assert resumed.stderr.count(line) == 1
+    assert resumed.stderr.count("): going on from the one before it") == 2
+    if ranks == 2:
+        assert run.losses == whole.losses
+        for name, tensor in whole.weights.items():
+            assert torch.equal(run.weights[name], tensor), name
+    assert run.losses[:2] == whole.losses[:2]
+    assert run.summary["train_loss_first"] == whole.losses[0]
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(
+    trained: Callable[..., Run], tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    shutil.copytree(trained("minifsdp", 2, "--save-every", "2", "--eval-every", "2").out, out)
-    last = out / "checkpoints" / "step-00000006"
-    shutil.rmtree(out / "export")
-    weights = next(last.glob("*.distcp"))
-    weights.write_bytes(weights.read_bytes()[:2000])
-    refused = launch(out, ranks, "--resume", code=2 if ranks == 1 else 1)  # torchrun's own
-    assert refused.stderr.count(f"train.py: error: checkpoint {last} is damaged") == 1
+    shutil.copytree(trained("none", 1, "--stop-at", "3").out, out)
+    checkpoint = out / "checkpoints" / "step-00000003"
+    flip_a_byte(checkpoint / "values.json")
+    refused = launch(out, 1, "--resume", code=2)
+    assert f"train.py: error: checkpoint {checkpoint} is damaged" in refused.stderr
     assert f'File "{TRAIN}"' not in refused.stderr
-    shutil.rmtree(last)
-    launch(out, 1, "--resume")
+
+
+def test_other_data_than_the_run_began_with_is_refused(
+    trained: Callable[..., Run], data: list[str], tmp_path: Path
+) -> None:
+    out, path = tmp_path / "run", tmp_path / "dialogs.jsonl"
+    shutil.copytree(trained("none", 1, "--stop-at", "3").out, out)
+    path.write_text("".join(Path(data[1]).read_text().splitlines(keepends=True)[:9]))
+    recorded = json.loads((out / "config.json").read_text())
+    recorded["arguments"]["data"] = [str(path)]
+    (out / "config.json").write_text(json.dumps(recorded))
+    refused = launch(out, 1, "--resume", code=2)
+    assert "is of another run (data: examples was 10 and is now 9)" in refused.stderr
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (4, 2), (1, 4)])
+def test_a_run_goes_on_on_another_number_of_ranks_in_the_same_order(
+    first: int, then: int, data: list[str], run_ranks: Callable[..., list], tmp_path: Path
+) -> None:
+    flags = [*data, *MODEL, *STEPS, "--batch-size", "12"]
+    whole, run = Run(tmp_path / "whole"), Run(tmp_path / "run")
+    run_ranks(first, train_in_pool, whole.out, flags)
+    run_ranks(first, train_in_pool, run.out, [*flags, "--stop-at", "3"])
+    run_ranks(then, train_in_pool, run.out, ["--resume"])
+    assert run.losses[:3] == whole.losses[:3]
+    assert run.losses[3:] == pytest.approx(whole.losses[3:], rel=1e-5)
+    tokens = [[line["tokens"] for line in steps(r)] for r in (run, whole)]
+    assert tokens[0] == tokens[1]
+
+
+def steps(run: Run) -> list[dict]:
+    return [line for line in read_metrics(run.out / "metrics.jsonl") if "loss" in line]
+
+
+def test_every_number_of_ranks_shares_out_the_same_rows_in_the_same_order() -> None:
+    examples = [Example([i, i + 1, i + 2], [0, 1, 1]) for i in range(17)]
+    for step in range(4):
+        orders = []
+        for size in (1, 2, 3, 4):
+            parts = [Batches(examples, 12, 0, 0, rank, size).batch(step) for rank in range(size)]
+            rows = torch.stack([part.tokens for part in parts], dim=1).flatten(0, 1)
+            orders.append(rows[:, 0].tolist())
+        assert orders[0] == orders[1] == orders[2] == orders[3]
+
+
+def test_only_the_last_checkpoints_are_kept_if_so_asked(
+    run_ranks: Callable[..., list], data: list[str], tmp_path: Path
+) -> None:
+    flags = [*data, *MODEL, *STEPS, "--checkpoint-every", "1", "--keep-last", "3"]
+    run_ranks(1, train_in_pool, tmp_path / "run", flags)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000004", "step-00000005", "step-00000006"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_train import load_train
@@ -11,7 +12,9 @@ from test_train import load_train
 from llama.finetune.arguments import build_parser
 from llama.finetune.job import Job, prepare
 from llama.finetune.tasks import TOKENIZER_PATH
+from minifsdp import checkpoint
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process
 TRAIN = Path(__file__).parents[1] / "train.py"
 GOOD = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n'
 
@@ -43,9 +46,7 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pretend_checkpoint(out: Path, step: int) -> None:
-    folder = out / "checkpoints" / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    (folder / ".metadata").touch()
+    checkpoint.save(out / "checkpoints", step, {"step": step})
 
 
 def checked(flags: str | list[str], world_size: int = 1) -> Job:
@@ -168,6 +169,50 @@ def test_a_resumed_run_may_change_how_its_length_is_given(
     assert checked(f"--out new --resume {then}").steps == steps
 
 
+def begun(folder: str, launch: str | None) -> None:
+    content = json.loads(Path(folder, "config.json").read_text())
+    Path(folder, "config.json").write_text(json.dumps(content | {"launch": launch}))
+
+
+def test_what_torchrun_starts_once_more_goes_on_by_itself(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (in_tmp / "done" / "metrics.jsonl").unlink()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch")
+    for folder, resumed in (("done", True), ("halted", False)):
+        begun(folder, "launch")
+        for flags in ("", "--overwrite", "--resume"):
+            args = checked(f"--out {folder} --steps 6 {flags}").args
+            assert (args.resume, args.overwrite) == (resumed, not resumed)
+
+
+@pytest.mark.parametrize(("restarts", "launch"), [("1", "another"), ("1", None), ("0", "launch")])
+def test_a_run_that_another_launch_began_is_left_alone(
+    restarts: str, launch: str | None, in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a second try after the first was refused."""
+    begun("done", launch)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch")
+    with pytest.raises(ValueError, match=r"done exists.*--resume.*--overwrite"):
+        checked("--out done --steps 6")
+
+
+def test_a_run_that_the_disk_cannot_hold_is_refused_with_the_figures(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = "--dim 32 --layers 1 --heads 2 --ffn 8 --out new --steps 999 --save-every 1"
+    parameters = checked(flags).config.num_parameters
+    needed = parameters * (3 * 12 + 4)  # two checkpoints and the next, and the export
+    free = SimpleNamespace(free=needed)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: free)
+    checked(f"{flags} --keep-last 2")
+    figures = rf"needs {parameters * (999 * 12 + 4):,} bytes .* {needed:,} are free"
+    with pytest.raises(ValueError, match=rf"new {figures}.*--keep-last"):
+        checked(flags)
+
+
 def test_query_heads_alone_set_the_key_heads_too(in_tmp: Path) -> None:
     assert checked("--heads 2").config.n_kv_heads == 2
     assert checked("--heads 4 --kv-heads 1").config.n_kv_heads == 1
@@ -177,6 +222,10 @@ def test_checkpoints_come_often_enough_to_go_on_from(in_tmp: Path) -> None:
     assert checked("--steps 5000").save_every == 500
     assert checked("--steps 200").save_every == 100
     assert checked("--steps 200 --save-every 3").save_every == 3
+    assert checked("--steps 200 --checkpoint-every 3").save_every == 3
+    assert checked("--steps 200").keep_last == 2
+    assert checked("--steps 200 --save-every 3").keep_last is None
+    assert checked("--steps 200 --save-every 3 --keep-last 5").keep_last == 5
 
 
 def test_every_flag_has_help_of_one_line() -> None:

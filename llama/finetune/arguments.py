@@ -3,10 +3,11 @@
 import argparse
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llama.finetune.run_folder import check_apart, recorded_flags
+from llama.finetune.run_folder import check_apart, is_restart, recorded_flags
 
 ENGINES = ("minifsdp", "fsdp2", "fsdp1", "ddp", "none")
 CANNOT = {  # a flag, and the engines that cannot honour it
@@ -76,8 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--engine", choices=ENGINES, default="minifsdp", help=f"sharing of the work; {default}")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     add("--seed", type=_seed, default=0, help=f"of weights, tasks and order of the data; {default}")
-    often = "default: a tenth of the steps, at least 100; the last two are kept"
-    add("--save-every", type=_whole, metavar="STEPS", help=often)
+    often = "steps between checkpoints; default: a tenth of all, at least 100"
+    save_every = ("--save-every", "--checkpoint-every")
+    add(*save_every, dest="save_every", type=_whole, metavar="STEPS", help=often)
+    kept = "checkpoints kept; default: 2, or all with --save-every"
+    add("--keep-last", type=_whole, metavar="N", help=kept)
+    add("--async-checkpoint", **switch, help="write checkpoints while training goes on")
     add("--eval-every", type=_whole, metavar="STEPS", help="default: before and after training")
     add("--stop-at", type=_whole, metavar="STEP", help="stop there, to be resumed later")
     add("--sample", nargs="+", metavar="PROMPT", help="put to the trained model; default: a few")
@@ -163,6 +168,18 @@ def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
     paths = [args.model, args.tokenizer, *(args.data or []), *(args.eval_data or [])]
     check_apart(Path(args.out), args.model, [path for path in paths if path])
     return args
+
+
+def argv_of_attempt(argv: list[str], steps_saved: Callable[[Path], int | None]) -> list[str]:
+    """`argv`; where torchrun starts a run once more, since a rank died, with what goes on with it.
+
+    That is the last checkpoint, or the start if there is none yet.
+    """
+    folder = _run_folder(build_parser().parse_args(argv))
+    if not is_restart(folder):
+        return argv
+    go_on = "--overwrite" if steps_saved(folder) is None else "--resume"
+    return [*(flag for flag in argv if flag not in ("--resume", "--overwrite")), go_on]
 
 
 def _recorded(

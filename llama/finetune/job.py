@@ -2,28 +2,34 @@
 
 import argparse
 import os
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from llama import LlamaConfig, Tokenizer
 from llama.chat import encode_dialog
 from llama.finetune import tasks
-from llama.finetune.arguments import SHAPE, parse_args
+from llama.finetune.arguments import SHAPE, argv_of_attempt, parse_args
 from llama.finetune.data import Batches, Example, load_jsonl
 from llama.finetune.evaluate import Question
+from llama.finetune.processes import launch
+from llama.finetune.report import Metrics, write_json
 from llama.finetune.run_folder import (
+    PARTS,
     check_free,
     check_model_folder,
     check_resumable,
+    check_room,
     is_summarised,
 )
 
 DATA_SEQ_LEN = 2048  # tokens
 TASK_STEPS, TASK_EXAMPLES, TASK_QUESTIONS = 1200, 150_000, 500
+CHECKPOINT_BYTES = 12  # a parameter: it and AdamW's two moments, in float32
 
 
 class Job(NamedTuple):
@@ -38,10 +44,43 @@ class Job(NamedTuple):
     steps: int  # optimizer steps of the whole run
     micro_batch: int  # sequences a rank takes at once
     save_every: int  # steps between two checkpoints
+    keep_last: int | None  # checkpoints; None: all
     summarised: bool  # resumed at its end for a lost export, which its summary outlived
     evaluation: list[Example]
     questions: list[Question]  # with one right answer each, so of the tasks only
     samples: list[list[int]]  # prompts to answer at the end, as token ids
+
+    def identity(self) -> dict[str, dict[str, Any]]:
+        """What a run cannot change: its model, and what the order of its data depends on."""
+        batches = self.batches
+        order = {"examples": len(batches.examples), "batch": batches.global_batch}
+        return {"config": asdict(self.config), "data": order | {"seed": batches.seed}}
+
+    def check_identity(self, saved: dict[str, Any], path: Path) -> None:
+        """ValueError if what the checkpoint `path` holds is of another model or order of data."""
+        for part, ours in self.identity().items():
+            for key, value in ours.items():
+                if saved[part].get(key) != value:
+                    raise ValueError(
+                        f"checkpoint {path} is of another run ({part}: {key} was "
+                        f"{saved[part].get(key)} and is now {value}): start a new run"
+                    )
+
+    def open_folder(self, steps_done: int, world_size: int) -> Metrics | None:
+        """Make the run folder ready and return its metrics file, if there will be any."""
+        if self.summarised:
+            return None
+        if steps_done == self.steps:  # lacks its summary, but config.json is of those who trained
+            return Metrics(self.out / "metrics.jsonl", steps_done)
+        if self.args.overwrite:
+            for part in (self.out / name for name in PARTS):
+                shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+        self.out.mkdir(parents=True, exist_ok=True)
+        about = {"world_size": world_size, "torch": torch.__version__, "steps": self.steps}
+        about["launch"] = launch()  # by which a restart knows its own run
+        content = about | {"arguments": vars(self.args), "model": asdict(self.config)}
+        write_json(self.out / "config.json", content)
+        return Metrics(self.out / "metrics.jsonl", steps_done if self.args.resume else None)
 
 
 def prepare(
@@ -51,7 +90,7 @@ def prepare(
 
     `steps_saved` tells the steps up to the last checkpoint in a run folder; None: it has none.
     """
-    args = parse_args(argv, world_size)
+    args = parse_args(argv_of_attempt(argv, steps_saved), world_size)
     device = choose_device(args)
     if args.model:
         check_model_folder(args.model)
@@ -99,6 +138,8 @@ def prepare(
     batches = Batches(examples, args.batch_size, args.seed, tokenizer.pad_id, rank, world_size)
     micro_batch = args.micro_batch or args.batch_size // world_size
     out = Path(args.out)
+    save_every = args.save_every or max(100, -(-steps // 10))
+    keep_last = args.keep_last or (None if args.save_every else 2)
     summarised = False
     if args.resume:
         done = steps_saved(out)
@@ -106,6 +147,11 @@ def prepare(
         summarised = done == steps and is_summarised(out, steps)
     else:
         check_free(out, args.overwrite)
+        saves = -(-steps // save_every)
+        # With --keep-last, an old one goes only when the next is there.
+        at_once = min(saves, keep_last + 1) if keep_last else saves
+        export_bytes = getattr(torch, args.export_dtype).itemsize
+        check_room(out, config.num_parameters * (at_once * CHECKPOINT_BYTES + export_bytes))
     return Job(
         args,
         out,
@@ -115,7 +161,8 @@ def prepare(
         batches,
         steps,
         micro_batch,
-        args.save_every or max(100, -(-steps // 10)),
+        save_every,
+        keep_last,
         summarised,
         evaluation,
         questions,

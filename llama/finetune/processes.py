@@ -1,12 +1,14 @@
 """The processes of a run: how they find one another, and how all of them end where one must."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 
@@ -15,10 +17,16 @@ def connect() -> None:
     """Join torchrun's process group, or make one of this process alone, which needs no port."""
     # gloo as well on GPUs: for what lies on the CPU, such as offloaded parameters.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if "WORLD_SIZE" in os.environ:
+    if "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    elif restarts() == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        # torchrun keeps one store over all its starts, and in it the addresses of processes that
+        # have died: those of this start go under a name of their own (pytorch#135712).
+        store, rank, world_size = next(rendezvous("env://"))
+        store = dist.PrefixStore(f"start-{restarts()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def everywhere(work: Callable[[], T]) -> T:
@@ -42,3 +50,37 @@ def leave(code: int, message: str) -> NoReturn:
     # torchrun ends the others as soon as one leaves.
     dist.all_gather_object([None] * dist.get_world_size(), None)
     sys.exit(code)
+
+
+class Termination:
+    """Notes, while it is entered, that this process was asked to end, instead of ending it.
+
+    Schedulers send SIGTERM some time before they kill.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> "Termination":
+        self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.asked = True
+
+
+def restarts() -> int:
+    """How often torchrun has started these processes again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def launch() -> str | None:
+    """What all starts by one torchrun have in common, and no two torchruns; None without it."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id != "none":  # what it calls all runs that were given no --rdzv-id
+        return run_id
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -1,10 +1,12 @@
 """A run's folder: how it is known, when it may be written to, and where the run in it stands."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llama.finetune.processes import launch, restarts
 from llama.finetune.report import read_metrics
 
 # What `--overwrite` deletes. `config.json`, by which a run's folder is known, is replaced instead.
@@ -15,6 +17,12 @@ def is_run(folder: Path) -> bool:
     """Whether `folder` is a run's: its `config.json` holds flags and a model."""
     content = read_object(folder / "config.json")
     return all(isinstance(content.get(key), dict) for key in ("arguments", "model"))
+
+
+def is_restart(folder: Path) -> bool:
+    """Whether torchrun starts the processes of the run in `folder` once more, having begun it."""
+    begun_by = read_object(folder / "config.json").get("launch")
+    return restarts() > 0 and is_run(folder) and begun_by == launch()
 
 
 def recorded_flags(folder: Path) -> dict[str, Any]:
@@ -83,7 +91,8 @@ def check_resumable(out: Path, done: int | None, steps: int, stop_at: int | None
             f"{out} has done {done} steps, more than the {steps} of this run: give a larger "
             "--steps or --epochs"
         )
-    if done == steps and is_summarised(out, steps) and (out / "export").is_dir():
+    finished = done == steps and is_summarised(out, steps) and (out / "export").is_dir()
+    if finished and not is_restart(out):  # a rank may die when all is done
         raise ValueError(
             f"{out} is finished ({done} of {steps} steps): give a larger --steps or --epochs to "
             "train on"
@@ -91,6 +100,23 @@ def check_resumable(out: Path, done: int | None, steps: int, stop_at: int | None
     if stop_at and stop_at <= done < steps:
         raise ValueError(f"--stop-at {stop_at}: {out} has done {done} steps already: raise it")
     read_metrics(out / "metrics.jsonl")  # refused here, if damaged, before anything is changed
+
+
+def check_room(out: Path, needed_bytes: int) -> None:
+    """ValueError, with the figures, if `out` has no room for what a run writes there.
+
+    What is there already of an earlier run counts as free, as it is replaced.
+    """
+    parts = [out / part for part in PARTS]
+    files = [path for part in parts for path in (part, *part.rglob("*")) if path.is_file()]
+    existing = next(folder for folder in (out.resolve(), *out.resolve().parents) if folder.is_dir())
+    free_bytes = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in files)
+    if free_bytes < needed_bytes:
+        raise ValueError(
+            f"run folder {out} needs {needed_bytes:,} bytes for checkpoints and export, and "
+            f"{free_bytes:,} are free there: make room, choose another --out, or keep fewer "
+            "checkpoints with --keep-last"
+        )
 
 
 def is_summarised(out: Path, steps: int) -> bool:

@@ -21,12 +21,13 @@ class Outcome(NamedTuple, Generic[T]):
 class Ranks:
     """Every rank of the default process group, or this process alone.
 
-    They talk in a gloo group of their own: checkpoints hold no GPU up, and a thread that writes one
-    does not mix its messages with those of the training.
+    They talk in a gloo group of their own, so that checkpoints hold no GPU up; `behind` the
+    training, in a thread, in one more: ranks may take the messages of two threads in turn, each in
+    another order, and would wait for one another for ever.
     """
 
-    def __init__(self) -> None:
-        self.group = _own_group() if dist.is_initialized() else None
+    def __init__(self, behind: bool = False) -> None:
+        self.group = _own_group(behind) if dist.is_initialized() else None
         self.rank = 0 if self.group is None else dist.get_rank()
         self.size = 1 if self.group is None else dist.get_world_size()
 
@@ -62,14 +63,14 @@ class Ranks:
 
 
 # Weak: whoever holds a process group when Python ends holds its threads, too.
-_own: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
+_own: weakref.WeakKeyDictionary[Any, dict[bool, Callable[[], Any]]] = weakref.WeakKeyDictionary()
 
 
-def _own_group() -> dist.ProcessGroup:
-    """The group for checkpoints, made by the first of them; every rank calls it."""
-    world = dist.group.WORLD
-    group = _own[world]() if world in _own else None
+def _own_group(behind: bool) -> dist.ProcessGroup:
+    """A group for checkpoints, made by the first that asks for it; every rank calls it."""
+    groups = _own.setdefault(dist.group.WORLD, {})
+    group = groups[behind]() if behind in groups else None
     if group is None:
         group = dist.new_group(backend="gloo")
-        _own[world] = weakref.ref(group)
+        groups[behind] = weakref.ref(group)
     return group

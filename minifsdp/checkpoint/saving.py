@@ -60,7 +60,7 @@ def save(
     )
     saving = _Saving(final, step, keep_last, tensors, values, ranks)
     if asynchronous:
-        _start(saving._replace(tensors=_copied_to_host(tensors)))
+        _start(saving._replace(tensors=_copied_to_host(tensors), ranks=Ranks(behind=True)))
     else:
         _write(saving)
     return final
@@ -160,7 +160,8 @@ def failed_rank(error: CheckpointException) -> str:
 
 def _needed_bytes(tensors: dict[str, torch.Tensor], world_size: int) -> int:
     """What a checkpoint of whole `tensors` takes on the disk, a little more than less."""
-    content = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    # FSDP1's ShardedTensor, too, knows these two.
+    content = sum(tensor.size().numel() * tensor.dtype.itemsize for tensor in tensors.values())
     return content + (len(tensors) + 1) * world_size * _OVERHEAD_BYTES
 
 
