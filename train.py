@@ -284,7 +284,7 @@ def train(
                 state, behind = state_of(model, optimizer, job, steps_done), args.async_checkpoint
                 folder = job.out / "checkpoints"
                 checkpoint.save(folder, steps_done, state, behind, job.keep_last)
-            if stop:
+            if stop and steps_done < end:
                 break
             if steps_done == end or (args.eval_every and steps_done % args.eval_every == 0):
                 eval_loss = evaluate(steps_done)

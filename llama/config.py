@@ -144,6 +144,11 @@ class LlamaConfig:
         """
         path = Path(dir) / "params.json"
         meta = _read_json(path)
+        if meta.get("use_scaled_rope"):
+            raise ValueError(
+                f"{path}: use_scaled_rope: this Llama has no scaling of its rotary embedding, so "
+                "positions would be wrong: Llama 2 and Code Llama are understood"
+            )
         dim = _take(meta, "dim", path)
         heads = _take(meta, "n_heads", path)
         multiple = _take(meta, "multiple_of", path)

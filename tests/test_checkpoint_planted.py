@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 from minifsdp import checkpoint
 
@@ -136,3 +136,40 @@ def test_the_payload_would_run_if_it_were_unpickled(saved: Path, tmp_path: Path)
 def test_what_is_written_holds_nothing_but_tensors_in_pickles(saved: Path) -> None:
     assert b"step" not in (saved / ".metadata").read_bytes().replace(b"step-0", b"")
     assert json.loads((saved / "values.json").read_text())["step"] == 1
+
+
+def test_a_pickle_that_changes_a_class_is_refused_and_undone(saved: Path) -> None:
+    state_to_set = pickle.dumps((None, {"planted": 1}), protocol=2)[2:-1]  # without frame and stop
+    named = b"\x80\x02ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n"
+    rewrite(saved, ".metadata", named + state_to_set + b"b.")
+    with pytest.raises(ValueError, match="changes a class"):
+        checkpoint.load(saved, state())
+    assert not hasattr(ChunkStorageMetadata, "planted")
+    checkpoint.save(saved.parent, 2, state())
+
+
+def test_a_manifest_that_leaves_a_file_out_is_refused(saved: Path) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text())
+    del manifest["files"][".metadata"]
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.latest(saved.parent) is None
+
+
+def test_a_manifest_with_an_endless_size_is_passed_over(saved: Path) -> None:
+    text = (saved / "manifest.json").read_text()
+    (saved / "manifest.json").write_text(text.replace('"bytes": ', '"bytes": 1e999, "_": ', 1))
+    assert checkpoint.latest(saved.parent) is None
+
+
+def test_leftovers_that_are_no_folders_stop_no_save(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".deleted-step-00000001").symlink_to(elsewhere)
+    (run / ".partial-x").write_text("")
+    for step in range(2, 5):
+        checkpoint.save(run, step, state(), keep_last=1)
+    assert checkpoint.latest(run).name == "step-00000004"
+    assert (elsewhere / "kept").exists()

@@ -1,7 +1,9 @@
 """Meta's folders that do not fit, are damaged, or hold code: refused, naming what and why."""
 
+import json
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,36 @@ def test_shards_that_heads_cannot_be_dealt_to_are_refused(tmp_path, shards, mess
     with pytest.raises(ValueError, match=message):
         save_meta(filled(FOUR), tmp_path / "meta", shards=shards)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_scaled_rotary_embeddings_are_refused(tmp_path):
+    save_meta(filled(FOUR), tmp_path / "meta")
+    params = tmp_path / "meta" / "params.json"
+    params.write_text(json.dumps(json.loads(params.read_text()) | {"use_scaled_rope": True}))
+    with pytest.raises(ValueError, match=r"params\.json: use_scaled_rope"):
+        LlamaConfig.from_meta(tmp_path / "meta")
+
+
+def rezip(path, compression, change):
+    """Write a .pth anew, each record through `change`."""
+    with zipfile.ZipFile(path) as old:
+        records = [(info.filename, old.read(info)) for info in old.infolist()]
+    with zipfile.ZipFile(path, "w", compression) as new:
+        for name, data in records:
+            new.writestr(name, change(name, data))
+
+
+def test_a_compressed_file_is_not_read_as_if_it_were_not(tmp_path):
+    save_meta(filled(FOUR), tmp_path / "meta")
+    path = tmp_path / "meta" / "consolidated.00.pth"
+    rezip(path, zipfile.ZIP_DEFLATED, lambda name, data: data)
+    with pytest.raises(ValueError, match=r"consolidated\.00\.pth: is compressed"):
+        load_meta(Llama(FOUR), tmp_path / "meta")
+
+
+def test_a_record_shorter_than_its_tensor_is_not_filled_from_the_next(tmp_path):
+    save_meta(filled(FOUR), tmp_path / "meta")
+    path = tmp_path / "meta" / "consolidated.00.pth"
+    rezip(path, zipfile.ZIP_STORED, lambda n, data: data[:-4] if n.endswith("/data/0") else data)
+    with pytest.raises(ValueError, match=r"consolidated\.00\.pth: (damaged|refused)"):
+        load_meta(Llama(FOUR), tmp_path / "meta")

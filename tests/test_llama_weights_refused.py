@@ -162,3 +162,10 @@ def test_a_file_by_safetensors_own_writer_loads(tmp_path):
     assert not (tmp_path / "export" / INDEX).exists()
     save_file({"a": torch.ones(1)}, tmp_path / "export" / "unrelated.safetensors")
     load_hf(model, tmp_path / "export")
+
+
+def test_a_head_of_its_own_is_not_lost_in_a_tied_model(tmp_path):
+    save_hf(filled(CONFIG), tmp_path / "hf")
+    tied = LlamaConfig(**{**vars(CONFIG), "tie_embeddings": True})
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        load_hf(Llama(tied), tmp_path / "hf")

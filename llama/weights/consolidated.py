@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import zipfile
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -145,7 +147,7 @@ def _open(path: Path) -> dict[str, Tensor]:
             f"{path}: refused, and nothing in it was run: damaged, older than torch's zip format, "
             f"or a pickle of more than tensors ({type(error).__name__}: {_first_line(error)})"
         ) from None
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"{path}: holds a {type(content).__name__}, not tensors by name")
     tensors = {}
     for name, tensor in content.items():
@@ -153,7 +155,23 @@ def _open(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path}: {name!r} is not a tensor as Meta's files have it")
         if name != "rope.freqs":  # rotary tables, which are computed
             tensors[name] = tensor
+    _check_records(path, list(content.values()))
     return tensors
+
+
+def _check_records(path: Path, tensors: list[Tensor]) -> None:
+    """ValueError unless each tensor's bytes are a whole record of the zip, and lie there as they
+    are: mapping takes them from where they begin, whatever is there."""
+    with zipfile.ZipFile(path) as archive:
+        records = [info for info in archive.infolist() if "/data/" in info.filename]
+    if any(info.compress_type != zipfile.ZIP_STORED for info in records):
+        raise ValueError(f"{path}: is compressed, and cannot be mapped: store it uncompressed")
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    wrong = Counter(storages.values()) - Counter(info.file_size for info in records)
+    if wrong:
+        raise ValueError(
+            f"{path}: damaged: no record has the {next(iter(wrong)):,} bytes of one of its tensors"
+        )
 
 
 def _first_line(error: Exception) -> str:

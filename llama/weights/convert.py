@@ -45,6 +45,8 @@ def convert(
     transfer.check(
         opened, {name: (shape, dtype or torch.float32) for name, shape in shapes.items()}, config
     )
+    if config.tie_embeddings:
+        transfer.check_tie(opened, slice(0, shapes[EMBEDDING][0]))
     tensors = {
         name: (shape, dtype or opened.stored[opened.label(name)].dtype)
         for name, shape in shapes.items()

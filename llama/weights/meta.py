@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from llama.config import LlamaConfig
-from llama.parameters import named_parameters, own_rows
 from llama.tokenizer import Tokenizer
 from llama.weights import transfer
 from llama.weights.archive import Archive
@@ -31,15 +30,7 @@ def load_meta(model: nn.Module, dir: str | Path) -> None:
     has no head. Raises FileNotFoundError or ValueError, naming file and tensor, as `load_hf` does,
     and for a file of the set that is missing.
     """
-    source = MetaSource(dir, model.config)
-    if model.config.tie_embeddings and HEAD in source.stored:
-        rows = own_rows(named_parameters(model, allow_meta=True)[EMBEDDING])
-        if not transfer.head_is_embedding(source, rows):
-            raise ValueError(
-                f"{source.folder}: {HEAD} differs from {EMBEDDING}, but the model ties the two: "
-                "build it with tie_embeddings=False"
-            )
-    transfer.load(model, source)
+    transfer.load(model, MetaSource(dir, model.config))
 
 
 def save_meta(

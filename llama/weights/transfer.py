@@ -73,6 +73,8 @@ def load(model: nn.Module, source: Source) -> None:
     parameters = named_parameters(model, allow_meta=True)
     check(source, {name: (tuple(p.shape), p.dtype) for name, p in parameters.items()}, model.config)
     source.check_config(model.config)
+    if model.config.tie_embeddings:
+        check_tie(source, own_rows(parameters[EMBEDDING]))
     owners = Owners(model)
     for name, parameter in parameters.items():
         if parameter.is_meta:
@@ -147,6 +149,15 @@ def check_heads(path: Path, described: LlamaConfig, config: LlamaConfig) -> None
         raise ValueError(
             f"{path}: its model has {theirs[0]} heads and {theirs[1]} key and value heads, this "
             f"one's LlamaConfig {config.n_heads} and {config.n_kv_heads}"
+        )
+
+
+def check_tie(source: Source, rows: slice) -> None:
+    """ValueError if a folder has a head of its own, whose `rows` a tied model would lose."""
+    if source.label(HEAD) in source.stored and not head_is_embedding(source, rows):
+        raise ValueError(
+            f"{source.folder}: {source.label(HEAD)} differs from {source.label(EMBEDDING)}, but "
+            "the model ties the two: build it with tie_embeddings=False"
         )
 
 

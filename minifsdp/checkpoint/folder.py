@@ -82,7 +82,7 @@ def prepare(final: Path, needed_bytes: int) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     for leftover in final.parent.iterdir():
         if leftover.name.startswith((_PARTIAL, _DELETED)):
-            shutil.rmtree(leftover)
+            _remove(leftover)
     free_bytes = shutil.disk_usage(final.parent).free
     if free_bytes < needed_bytes:
         raise OSError(
@@ -124,4 +124,12 @@ def _delete_superseded(final: Path, keep_last: int | None) -> None:
     for path in superseded:
         hidden = path.with_name(_DELETED + path.name)
         os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove(hidden)
+
+
+def _remove(path: Path) -> None:
+    """Delete what lies at `path`; of a link, to another disk perhaps, the link only."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "minifsdp checkpoint", 1
+_ALWAYS = {".metadata", "values.json"}  # what every checkpoint has besides tensors
 
 
 class DamagedError(ValueError):
@@ -74,15 +75,25 @@ def read_manifest(path: Path) -> dict[str, Digest]:
         }
     except FileNotFoundError:
         raise DamagedError(path, f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ):
         raise DamagedError(path, f"{MANIFEST} is unreadable") from None
     if version != VERSION:
         raise ValueError(
             f"checkpoint {path} is of format version {version}, this program reads {VERSION}: "
             "use the program that wrote it"
         )
-    if any(Path(name).name != name for name in files):
+    if any(Path(name).name != name or "\0" in name for name in files):
         raise DamagedError(path, f"{MANIFEST} names files elsewhere")
+    if missing := _ALWAYS - set(files):
+        raise DamagedError(path, f"{MANIFEST} does not name {', '.join(sorted(missing))}")
     return files
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +47,38 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to something outside")
 
 
+@contextlib.contextmanager
+def _unchanged_classes() -> Iterator[None]:
+    """Raise UnpicklingError if a class was changed meanwhile, and undo it.
+
+    A pickle can set attributes on whatever it may name, classes included.
+    """
+    classes = [getattr(importlib.import_module(module), name) for module, name in _ALLOWED]
+    before = {cls: dict(vars(cls)) for cls in classes if isinstance(cls, type)}
+    changed = False
+    try:
+        yield
+    finally:
+        for cls, attributes in before.items():
+            for name, value in dict(vars(cls)).items():
+                if name not in attributes:
+                    delattr(cls, name)
+                elif attributes[name] is not value:
+                    setattr(cls, name, attributes[name])
+                else:
+                    continue
+                changed = True
+    if changed:
+        raise pickle.UnpicklingError("it changes a class")
+
+
 def read_metadata(path: Path, files: set[str]) -> Metadata:
     """The `.metadata` of checkpoint `path`, in which all tensors lie in `files`.
 
     Raises ValueError, with the reason, for anything else; nothing that the file says is executed.
     """
     try:
-        with (path / METADATA).open("rb") as file:
+        with (path / METADATA).open("rb") as file, _unchanged_classes():
             metadata = _Unpickler(file).load()
     except Exception as error:  # whatever unpickling makes of other bytes
         reason = str(error) if isinstance(error, pickle.UnpicklingError) else type(error).__name__
