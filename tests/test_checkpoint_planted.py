@@ -173,3 +173,14 @@ def test_leftovers_that_are_no_folders_stop_no_save(tmp_path: Path) -> None:
         checkpoint.save(run, step, state(), keep_last=1)
     assert checkpoint.latest(run).name == "step-00000004"
     assert (elsewhere / "kept").exists()
+
+
+@pytest.mark.parametrize("name", ["__class__", "numel"])
+def test_nothing_but_a_memory_format_is_looked_up_by_name(saved: Path, name: str) -> None:
+    class Lookup:
+        def __reduce__(self) -> tuple:
+            return getattr, (torch.Size, name)
+
+    rewrite(saved, ".metadata", pickle.dumps(Lookup()))
+    with pytest.raises(ValueError, match="which is no memory format"):
+        checkpoint.load(saved, state())

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 METADATA = ".metadata"
 _ALLOWED = {
@@ -39,12 +44,21 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how some Pythons pickle an enum's member
+            return _member
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a tensor's metadata")
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("it refers to something outside")
+
+
+def _member(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
+    """The only thing that a pickle of ours looks up by name: a memory format."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"it looks up {name!r}, which is no memory format")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 @contextlib.contextmanager
