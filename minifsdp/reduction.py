@@ -110,7 +110,6 @@ class GradientReducer:
         wanted."""
         fresh, earlier = self.collect(), self._unsynced
         self._unsynced = {}
-        fills = self.fills_unused and bool(fresh or earlier or self._trained())
         grads: dict[ShardedParam, torch.Tensor] = {}
         for param in self.unit.params:
             if param in earlier:
@@ -119,14 +118,11 @@ class GradientReducer:
                     grads[param].add_(fresh.pop(param))
             elif param in fresh:
                 grads[param] = fresh.pop(param)
-            elif fills and param in self._trained():
+            elif self.fills_unused and param.unsharded is not None and param.requires_grad:
                 computed = param.unsharded.dtype
                 device = self.unit.home.device
                 grads[param] = torch.zeros(param.shape, dtype=computed, device=device)
         return grads
-
-    def _trained(self) -> list[ShardedParam]:
-        return [p for p in self.unit.params if p.unsharded is not None and p.requires_grad]
 
     # Reducing
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .clip import clip_grad_norm_, refuse_clipping
-from .hooks import ScheduledUnit, unit_of
+from .hooks import ScheduledUnit
 from .module import FSDPModule
 
 
@@ -43,7 +43,7 @@ class UnitOptimizers:
         self.norm: torch.Tensor | None = None
         """With `max_norm`, the norm of all gradients before they were clipped at the last step."""
         self._worker = ThreadPoolExecutor(1, "minifsdp-optimizer")
-        units = dict.fromkeys(u for m in model.modules() if (u := unit_of(m)) is not None)
+        units = model._units(recurse=True)
         sharded = {id(p.registered()): p.sharded for unit in units for p in unit.params}
         # In the model's order: it decides the last bit of the norm.
         self._params = [sharded.get(id(p), p) for p in model.parameters() if p.requires_grad]

@@ -47,7 +47,6 @@ class Unavailable(Exception):
     """Why this group cannot share memory; the same on all its ranks."""
 
     def __init__(self, reasons: dict[int, str]) -> None:
-        self.reasons = reasons
         super().__init__("; ".join(f"rank {rank}: {why}" for rank, why in reasons.items()))
 
 
