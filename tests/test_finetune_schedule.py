@@ -68,3 +68,17 @@ def test_every_step_has_a_rate_above_zero_and_at_most_the_peak(total_steps, data
 def test_numbers_that_describe_no_curve_are_refused(changed, reason):
     with pytest.raises(ValueError, match=reason):
         lr_at(**({"step": 0} | CURVE | changed))
+
+
+def test_a_line_falls_evenly_and_a_constant_stays():
+    line = [lr_at(step, **CURVE, curve="linear") for step in range(TOTAL)]
+    falls = [a - b for a, b in zip(line[WARMUP:], line[WARMUP + 1 :], strict=False)]
+    assert falls == pytest.approx([(LR - MIN_LR) / (TOTAL - WARMUP)] * (TOTAL - WARMUP - 1))
+    rest = [lr_at(step, **CURVE, curve="constant") for step in range(TOTAL)]
+    assert rest[WARMUP:] == [LR] * (TOTAL - WARMUP)
+    assert rest[:WARMUP] == line[:WARMUP]
+
+
+def test_an_unknown_curve_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'square'.*cosine, linear, constant"):
+        lr_at(0, **CURVE, curve="square")
