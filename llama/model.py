@@ -1,18 +1,18 @@
-"""Llama 2 in plain PyTorch, with Meta's parameter names and Hugging Face's rotary layout.
-
-Shape suffixes: B batch, S sequence, D dim, H query heads, K key and value heads, E head dim.
-"""
+"""Llama 2 in plain PyTorch, with Meta's parameter names and Hugging Face's rotary layout."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llama.attention import Attention, Documents, RotaryTables
 from llama.cache import KVCache, LayerCache
 from llama.config import LlamaConfig
+from llama.head import Head
 from llama.parameters import local_part, named_parameters, own_rows
 
 
@@ -29,79 +29,6 @@ class RMSNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight
-
-
-class RotaryTables:
-    """Cosines and sines of every position's angles, `(max_seq_len, head_dim / 2)` float32.
-
-    [Note: rotary tables are neither parameters nor buffers]
-    A buffer is garbage after construction on the meta device and `to_empty`; it is cast by
-    `model.bfloat16()`, in which position 256 equals 257; and a sharding engine's mixed precision
-    casts floating-point inputs of a block. So the tables are plain tensors of this plain object,
-    built when a device first asks, and blocks are handed integer positions. They are float32 for
-    every model, float64 included, because that is what Llama 2's weights were trained with.
-    """
-
-    def __init__(self, head_dim: int, theta: float, max_seq_len: int) -> None:
-        self.head_dim, self.theta, self.max_seq_len = head_dim, theta, max_seq_len
-        self._tables: tuple[Tensor, Tensor] | None = None
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The two tables on `device`, built at the first call and when the device changes."""
-        if self._tables is None or self._tables[0].device != device:
-            pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
-            frequencies = 1.0 / (self.theta ** (pairs / self.head_dim))
-            positions = torch.arange(self.max_seq_len, dtype=torch.float32, device=device)
-            angles = torch.outer(positions, frequencies)
-            self._tables = (angles.cos(), angles.sin())
-        return self._tables
-
-
-def rotate(x_BSHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pair (x[i], x[i + E/2]) of each head by its position's angle i: the half-split
-    form of rotary embedding (Su et al., arXiv:2104.09864; Hugging Face's modeling_llama.py).
-
-    `cos` and `sin` are `(batch or 1, seq, 1, E / 2)` float32; the result has x's dtype.
-    """
-    first, second = x_BSHE.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x_BSHE.dtype)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions (Ainslie et al., arXiv:2305.13245)."""
-
-    def __init__(self, config: LlamaConfig, rotary: RotaryTables) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.grouped = config.n_heads != config.n_kv_heads
-        self.rotary = rotary
-        kv_dim = config.n_kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
-
-    def forward(
-        self, x_BSD: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache | None
-    ) -> Tensor:
-        cos, sin = (table[positions].unsqueeze(-2) for table in self.rotary.on(x_BSD.device))
-        heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        q_BHSE = rotate(self.wq(x_BSD).view(heads), cos, sin).transpose(1, 2)
-        k_BKSE = rotate(self.wk(x_BSD).view(heads), cos, sin).transpose(1, 2)
-        v_BKSE = self.wv(x_BSD).view(heads).transpose(1, 2)
-        if cache is not None:
-            k_BKSE, v_BKSE = cache.extend(k_BKSE, v_BKSE)
-        mixed_BHSE = F.scaled_dot_product_attention(
-            q_BHSE,
-            k_BKSE,
-            v_BKSE,
-            attn_mask=mask,
-            # A single token without a mask is the last one: it sees all that the cache holds.
-            is_causal=mask is None and x_BSD.shape[1] > 1,
-            enable_gqa=self.grouped,
-        )
-        return self.wo(mixed_BHSE.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -133,8 +60,9 @@ class TransformerBlock(nn.Module):
         positions: Tensor,
         mask: Tensor | None = None,
         cache: LayerCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), positions, mask, cache)
+        x = x + self.attention(self.attention_norm(x), positions, mask, cache, documents)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -150,43 +78,67 @@ class Llama(nn.Module):
             TransformerBlock(config, self.rotary) for _ in range(config.n_layers)
         )
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Head(config.dim, config.vocab_size)
         self.tie_weights()
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        *,
+        targets: Tensor | None = None,
+        documents: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Logits of the token after each token.
+        """Logits of the token after each token; or, given `targets`, the loss of each.
 
         `positions`, integers `(seq,)` or `(batch, seq)`, count from 0, or on from the cache, unless
         given. Attention is causal in the order of the tokens whatever the positions. With a cache
-        the tokens continue what it holds and are added to it.
+        the tokens continue what it holds and are added to it. `targets`, `(batch, seq)` int64, give
+        losses of that shape, float32 at least, 0 where the target is -100 (see `llama.head`).
+        `documents` holds the lengths of each row's documents, which sum to seq: tokens attend
+        within their own document, and positions restart at 0 in each. ValueError for arguments that
+        do not fit one another or the model.
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be (batch, seq), not of shape {tuple(tokens.shape)}")
+        if targets is not None and targets.shape != tokens.shape:
+            raise ValueError(
+                f"targets must be {tuple(tokens.shape)} as tokens are, not {tuple(targets.shape)}"
+            )
+        if documents is not None and cache is not None:
+            raise ValueError(
+                "documents and a cache cannot go together: one holds several documents a row, the "
+                "other one"
+            )
+        packed = None if documents is None else Documents(documents, *tokens.shape)
         seq = tokens.shape[1]
         past = 0 if cache is None else cache.length
-        if past + seq > self.config.max_seq_len:
+        longest = past + seq if packed is None else packed.longest
+        if longest > self.config.max_seq_len:
             raise ValueError(
-                f"a sequence of {past + seq} tokens exceeds max_seq_len {self.config.max_seq_len}: "
+                f"a sequence of {longest} tokens exceeds max_seq_len {self.config.max_seq_len}: "
                 "shorten it, or build the model with a larger LlamaConfig.max_seq_len"
             )
-        if positions is None:
-            if cache is None:
-                positions = torch.arange(seq, device=tokens.device)
-            else:
-                positions = cache.positions(seq, tokens.device)
-        elif positions.shape not in (tokens.shape, tokens.shape[1:]):
-            raise ValueError(
-                f"positions must be (seq,) or (batch, seq) as tokens {tuple(tokens.shape)} are, "
-                f"not {tuple(positions.shape)}"
-            )
+        if positions is not None:
+            if positions.shape not in (tokens.shape, tokens.shape[1:]):
+                raise ValueError(
+                    f"positions must be (seq,) or (batch, seq) as tokens {tuple(tokens.shape)} "
+                    f"are, not {tuple(positions.shape)}"
+                )
+        elif packed is not None:
+            positions = packed.positions(tokens.device)
+        elif cache is not None:
+            positions = cache.positions(seq, tokens.device)
+        else:
+            positions = torch.arange(seq, device=tokens.device)
         mask = None if cache is None else cache.mask(seq, tokens.device)
         self.rotary.on(tokens.device)  # here, so that no compiled block has to build them
         x = self.tok_embeddings(tokens)
         for i, block in enumerate(self.layers):
-            x = block(x, positions, mask, None if cache is None else cache.layers[i])
-        return self.output(self.norm(x))
+            x = block(x, positions, mask, None if cache is None else cache.layers[i], packed)
+        x = self.norm(x)
+        return self.output(x) if targets is None else self.output(x, targets)
 
     def tie_weights(self) -> None:
         """Makes the head the embedding's parameter again where the configuration says so:
