@@ -6,12 +6,21 @@ one tensor. `python -m llama.weights convert` brings a folder of one kind into t
 
 What is where: `names` (what a parameter is called, how Meta orders rows), `transfer` (between model
 and files), `hf` and `header` (safetensors), `meta`, `consolidated` and `archive` (Meta's files,
-written and read, and the zip format below them), `ranges` (bytes of files), `publish` (whole or
-not at all), `convert`.
+written and read, and the zip format below them), `peft` (LoRA adapters alone), `ranges` (bytes of
+files), `publish` (whole or not at all), `convert`.
 """
 
 from llama.weights.hf import load_hf, save_hf
 from llama.weights.meta import load_meta, save_meta
 from llama.weights.names import hf_name
+from llama.weights.peft import load_peft, save_peft
 
-__all__ = ["hf_name", "load_hf", "load_meta", "save_hf", "save_meta"]
+__all__ = [
+    "hf_name",
+    "load_hf",
+    "load_meta",
+    "load_peft",
+    "save_hf",
+    "save_meta",
+    "save_peft",
+]

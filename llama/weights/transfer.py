@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llama.config import LlamaConfig
+from llama.lora import check_merged, is_adapter
 from llama.parameters import (
     Owners,
     local_part,
@@ -67,10 +68,12 @@ class Sink(Protocol):
 def load(model: nn.Module, source: Source) -> None:
     """Fill the rows of the model that this rank holds, after all has been checked.
 
-    Parameters on the meta device are given memory one at a time, as they are filled.
+    Parameters on the meta device are given memory one at a time, as they are filled. Adapters,
+    which no such folder has, are left alone.
     """
     model.tie_weights()
-    parameters = named_parameters(model, allow_meta=True)
+    everything = named_parameters(model, allow_meta=True)
+    parameters = {name: p for name, p in everything.items() if not is_adapter(name)}
     check(source, {name: (tuple(p.shape), p.dtype) for name, p in parameters.items()}, model.config)
     source.check_config(model.config)
     if model.config.tie_embeddings:
@@ -86,7 +89,15 @@ def load(model: nn.Module, source: Source) -> None:
 
 def save(model: nn.Module, dir: str | Path, open_sink: Callable[[Path, Tensors], Sink]) -> None:
     """Write the model's rows, each rank its own, into the files that `open_sink` lays out."""
-    parameters = named_parameters(model)
+    check_merged(model)
+    everything = named_parameters(model)
+    save_parameters({n: p for n, p in everything.items() if not is_adapter(n)}, dir, open_sink)
+
+
+def save_parameters(
+    parameters: Mapping[str, Tensor], dir: str | Path, open_sink: Callable[[Path, Tensors], Sink]
+) -> None:
+    """Write the rows of these parameters; all ranks that share them call it."""
     tensors = {name: (tuple(p.shape), p.dtype) for name, p in parameters.items()}
     ranks = Ranks(any(isinstance(p, DTensor) for p in parameters.values()))
 
