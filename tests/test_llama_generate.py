@@ -1,17 +1,15 @@
 """Generation: against independent figures, in batches, sampled, and on ranks that differ."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from golden_llama import CASES, golden_model, golden_tokens
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard as fsdp2
 
 from llama import Llama, LlamaConfig
 from llama.cache import KVCache
 from llama.generate import generate
+from minifsdp import fully_shard as minifsdp
 
 CONFIG = LlamaConfig(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden=48, vocab_size=64, max_seq_len=48
@@ -157,22 +155,77 @@ def test_what_does_not_fit_the_model_is_refused(arguments, message):
         generate(restless_model(), *arguments)
 
 
-def sharded_worker(rank: int, folder: str) -> None:
-    """Rank 0 brings three prompts of unequal lengths, rank 1 none, then each what the other had."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    plain, model = restless_model(), restless_model()
+def sharded(shard) -> Llama:
+    model = restless_model()
     for block in model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    for own, new in ((PROMPTS[:3], 6), ([], 6), (PROMPTS, 9))[rank : rank + 2]:
+        shard(block)
+    return shard(model)
+
+
+def generate_unequally(engine: str) -> None:
+    """Each rank brings other prompts in each of four rounds: several, none, one."""
+    rank = dist.get_rank()
+    plain, model = restless_model(), sharded({"fsdp2": fsdp2, "minifsdp": minifsdp}[engine])
+    for turn in range(4):
+        own = [PROMPTS[:3], [], PROMPTS[3:], PROMPTS][(rank + turn) % 4]
+        new = 6 + 3 * (rank + turn) % 7
         expected = [generate(plain, prompt, new, eos_id=26) for prompt in own]
         assert generate(model, own, new, eos_id=26) == expected
+    assert generate(model, [], 5) == []
     with pytest.raises(ValueError, match="another rank" if rank else "outside the model's"):
         generate(model, [1] if rank else [99], 4)
-    Path(folder, f"passed{rank}").touch()
-    dist.destroy_process_group()
+    # One rank's own end to its row does not end the others'.
+    new_ids = generate(model, PROMPTS[0], 9, on_token=lambda row, token: not rank)
+    assert new_ids == generate(plain, PROMPTS[0], 9)[: None if rank else 1]
 
 
-def test_sharded_ranks_with_unequal_prompts_finish_together(tmp_path):
-    mp.spawn(sharded_worker, args=(str(tmp_path),), nprocs=2)
-    assert (tmp_path / "passed0").exists() and (tmp_path / "passed1").exists()
+@pytest.mark.parametrize(("engine", "world_size"), [("fsdp2", 2), ("minifsdp", 2), ("minifsdp", 3)])
+def test_sharded_ranks_with_unequal_prompts_finish_together(run_ranks, engine, world_size):
+    run_ranks(world_size, generate_unequally, engine)
+
+
+def test_each_token_is_told_as_it_is_chosen_and_a_true_answer_ends_the_row():
+    model = restless_model()
+    told: list[tuple[int, int]] = []
+    new_ids = generate(model, PROMPTS, 9, on_token=lambda *token: told.append(token))
+    assert [[token for row, token in told if row == number] for number in range(4)] == new_ids
+    assert [row for row, _ in told[:8]] == [0, 1, 2, 3, 0, 1, 2, 3]
+    eos = new_ids[0][3]
+    told.clear()
+    ended = generate(model, PROMPTS[0], 9, eos_id=eos, on_token=lambda *token: told.append(token))
+    assert [token for _, token in told] == ended
+    assert eos not in ended
+    cut = generate(model, PROMPTS, 9, on_token=lambda row, token: token == new_ids[2][4])
+    assert cut[2] == new_ids[2][:5]
+    assert all(cut[row] == new_ids[row] for row in range(4) if new_ids[2][4] not in new_ids[row])
+
+
+def test_a_cache_to_go_on_with_saves_forwards_and_changes_no_token():
+    model = restless_model().double()
+    cache = KVCache(CONFIG.n_layers, CONFIG.max_seq_len)
+    prompt, added, fed = list(PROMPTS[2]), [], []
+    model.register_forward_pre_hook(lambda _, inputs: fed.append(inputs[0].shape[1]))
+    for more in ([9, 8], [4], []):
+        first = len(fed)
+        new = generate(model, prompt, 7, cache=cache)
+        assert fed[first] == (8 if first == 0 else 1 + len(added))
+        assert new == generate(model, prompt, 7)
+        assert cache.length == len(prompt) + len(new) - 1
+        added = more
+        prompt = [*prompt, *new, *added]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "held", "message"),
+    [
+        ([[1], [2]], 0, "is for one prompt, without padding, not for 2"),
+        ([1, 2], 2, "holds 2 tokens, but must hold fewer"),
+        ([1, 2, 3, 4, 5], 0, "5 new tokens exceed the cache's 9"),
+    ],
+)
+def test_a_cache_that_does_not_fit_the_prompt_is_refused(prompts, held, message):
+    model, cache = restless_model(), KVCache(CONFIG.n_layers, 9)
+    if held:
+        model(torch.ones(1, held, dtype=torch.int64), cache=cache)
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompts, 5, cache=cache)

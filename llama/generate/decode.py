@@ -1,8 +1,8 @@
-"""Text generation: greedy or sampled, one prompt or a batch, on a plain or a sharded model."""
+"""The loop that appends tokens: greedy or sampled, one prompt or many, plain model or sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from llama.cache import KVCache
+
+
+class Refusal(ValueError):
+    """Arguments do not fit the model, on this rank or another; no rank has run a forward."""
 
 
 @torch.no_grad()
@@ -22,13 +26,21 @@ def generate(
     top_p: float = 1.0,
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
+    *,
+    on_token: Callable[[int, int], object] | None = None,
+    cache: KVCache | None = None,
 ) -> list[int] | list[list[int]]:
     """The tokens that follow a prompt, or those of each prompt of a batch, without the prompt.
 
     A sequence ends before `eos_id`, or after `max_new_tokens`. Temperature 0 takes the likeliest
     token; else tokens are drawn from the `top_p` likeliest mass (nucleus sampling, Holtzman et al.,
     arXiv:1904.09751). `model` is a Llama, or wrapped so that it still has its `config`. ValueError
-    for prompts that do not fit the model.
+    (a `Refusal`) for prompts that do not fit the model.
+
+    `on_token(row, token)` is told each token as soon as it is chosen, and ends the row after it by
+    returning true; on a sharded model it must not raise. `cache` is for one prompt: what it holds
+    are the prompt's first tokens, so only the others are fed; it then holds the new ones too, but
+    for the last. An exception leaves it in no certain state.
 
     [Note: generation on a sharded model]
     Every forward gathers parameters from all ranks, so ranks must take the same number of steps
@@ -41,14 +53,19 @@ def generate(
         len(prompt_ids) > 0 and not isinstance(prompt_ids[0], Sequence)
     )
     prompts = [list(prompt_ids)] if single else [list(prompt) for prompt in prompt_ids]
-    groups, device = _ranks_and_device(model)
+    groups, device = ranks_and_device(model)
     refusal = _refusal(model, prompts, max_new_tokens, temperature, top_p)
+    if refusal is None and cache is not None:
+        refusal = _misfit(cache, prompts, max_new_tokens)
     if _agreed(refusal is not None, groups, device):
-        raise ValueError(refusal or "generate: another rank's arguments were refused, see there")
+        raise Refusal(refusal or "generate: another rank's arguments were refused, see there")
 
     new_ids: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts))) if max_new_tokens else set()
-    tokens, cache = _left_padded(model, prompts, max_new_tokens, device)
+    if cache is None:
+        tokens, cache = _left_padded(model, prompts, max_new_tokens, device)
+    else:
+        tokens = torch.tensor([prompts[0][cache.length :]], device=device)
     while _agreed(bool(open_rows), groups, device):
         if not open_rows:
             model(torch.zeros(1, 1, dtype=torch.int64, device=device))
@@ -58,9 +75,12 @@ def generate(
         for row, token in enumerate(tokens[:, 0].tolist()):
             if row not in open_rows:
                 continue
-            if token != eos_id:
-                new_ids[row].append(token)
-            if token == eos_id or len(new_ids[row]) == max_new_tokens:
+            if token == eos_id:
+                open_rows.remove(row)
+                continue
+            new_ids[row].append(token)
+            stop = on_token is not None and on_token(row, token)
+            if stop or len(new_ids[row]) == max_new_tokens:
                 open_rows.remove(row)
     return new_ids[0] if single else new_ids
 
@@ -100,6 +120,17 @@ def _refusal(
     return None
 
 
+def _misfit(cache: KVCache, prompts: list[list[int]], max_new_tokens: int) -> str | None:
+    """Why `cache` cannot go on with the prompts, if it cannot."""
+    if len(prompts) != 1 or cache.padding is not None:
+        return f"a cache to go on with is for one prompt, without padding, not for {len(prompts)}"
+    if cache.length >= len(prompts[0]):
+        return f"the cache holds {cache.length} tokens, but must hold fewer than the prompt has"
+    if len(prompts[0]) + max_new_tokens > cache.capacity:
+        return f"the prompt and {max_new_tokens} new tokens exceed the cache's {cache.capacity}"
+    return None
+
+
 def _left_padded(
     model: nn.Module, prompts: list[list[int]], max_new_tokens: int, device: torch.device
 ) -> tuple[Tensor, KVCache]:
@@ -128,7 +159,7 @@ def _choose(
     return order.gather(-1, drawn)[:, 0].to(logits.device)
 
 
-def _ranks_and_device(model: nn.Module) -> tuple[list[dist.ProcessGroup], torch.device]:
+def ranks_and_device(model: nn.Module) -> tuple[list[dist.ProcessGroup], torch.device]:
     """The process groups whose ranks must run `model` equally often (none for a plain model), and
     the device that computes: not the parameters' own where they are offloaded."""
     for parameter in model.parameters():
