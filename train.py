@@ -4,10 +4,11 @@
     torchrun --standalone --nproc-per-node 2 train.py
 
 Without arguments a tiny Llama learns the chat tasks of `llama.finetune.tasks` from scratch and is
-scored on prompts it never saw. `--data` trains on your own JSONL, `--model` starts from a Llama in
-Hugging Face layout, and `--engine` runs the same job on another way to share it among the ranks.
-The run folder gets `config.json`, `metrics.jsonl`, `checkpoints/` and, at the end, the model in
-Hugging Face layout in `export/`, and `summary.json`.
+scored on prompts it never saw. `--data` trains on your own files, `--model` starts from a Llama in
+Hugging Face layout, `--lora-rank` trains adapters of it, and `--engine` runs the same job on
+another way to share it among the ranks. The run folder gets `config.json`, `metrics.jsonl`,
+`checkpoints/` and, at the end, the model in Hugging Face layout in `export/`, `summary.json` and
+`report.html`.
 """
 
 import argparse
@@ -19,7 +20,6 @@ import os
 import shutil
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,22 +30,28 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torch_state
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint as recompute
-from tqdm import tqdm
 
 import minifsdp
 from llama import Llama
-from llama.finetune.data import NO_LOSS
-from llama.finetune.evaluate import answers, exact_match, mean_loss, summed_loss
+from llama.finetune.arguments import trains
+from llama.finetune.evaluate import answers, exact_match, mean_loss, perplexity, summed_loss
+from llama.finetune.guard import Guard
 from llama.finetune.job import Job, prepare
+from llama.finetune.memory import PeakMemory
+from llama.finetune.metrics import describe
+from llama.finetune.older_engines import bare, llama_in, no_sync, shard_flat
 from llama.finetune.processes import Termination, connect, everywhere, leave
-from llama.finetune.report import PeakMemory, describe, read_metrics, write_json
-from llama.finetune.run_folder import read_object
+from llama.finetune.progress import WARM_UP_STEPS, Progress, Trained, announce
 from llama.finetune.schedule import lr_at
-from llama.weights import load_hf, save_hf
+from llama.finetune.speed import Work
+from llama.finetune.summary import sum_up
+from llama.generate import Settings, answer_all, converse
+from llama.lora import add_lora, init_lora, merge
+from llama.weights import load_hf, save_hf, save_peft
 from minifsdp import checkpoint
+from minifsdp.watchdog import Watchdog
 
 # ---- The model, sharded ---------------------------------------------------------------------
 
@@ -55,10 +61,17 @@ def build(job: Job) -> nn.Module:
     args = job.args
     with torch.device("meta"):
         model = Llama(job.config)
+    if args.lora_rank:  # frozen weights are kept in the type that they are computed in
+        stored = torch.bfloat16 if args.bf16 else None
+        chosen = args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets
+        add_lora(model, *chosen, base_dtype=stored)
     if args.activation_checkpointing:  # before sharding, so that recomputation finds full weights
         for block in model.layers:
             block.forward = functools.partial(
-                recompute, block.forward, use_reentrant=False, preserve_rng_state=False
+                recompute,
+                block.forward,
+                use_reentrant=False,
+                preserve_rng_state=args.lora_dropout > 0,
             )
     if args.engine in ("minifsdp", "fsdp2"):
         shard(model, job)
@@ -67,6 +80,9 @@ def build(job: Job) -> nn.Module:
         load_hf(model, args.model)
     else:  # the same weights on every device, engine and number of ranks
         model.init_weights(torch.Generator().manual_seed(args.seed))
+    if args.lora_rank:
+        init_lora(model, torch.Generator().manual_seed(args.seed))
+        torch.manual_seed(args.seed + dist.get_rank())  # of dropout
     if args.engine == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     return shard_flat(model, job) if args.engine == "fsdp1" else model
@@ -76,7 +92,7 @@ def shard(model: Llama, job: Job) -> None:
     """Make a unit of each block, of the embedding and of the head; the root holds the rest."""
     args, engine = job.args, minifsdp if job.args.engine == "minifsdp" else fsdp
     settings: dict[str, Any] = {
-        "mesh": init_device_mesh(job.device.type, (dist.get_world_size(),)),
+        "mesh": ranks_that_share(job),
         "reshard_after_forward": args.reshard_after_forward,
     }
     if args.bf16:
@@ -92,30 +108,24 @@ def shard(model: Llama, job: Job) -> None:
     engine.fully_shard(model, **settings)
 
 
-def shard_flat(model: Llama, job: Job) -> nn.Module:
-    """The same units for torch's first FSDP."""
-    whole, half = torch.float32, torch.bfloat16
-    untied = set() if job.config.tie_embeddings else {model.tok_embeddings, model.output}
-    keep = job.args.reshard_after_forward is False
-    warnings.filterwarnings("ignore", module=r"torch\.distributed\.fsdp")  # it is deprecated
-    return fsdp.FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=CustomPolicy(lambda module: module in {*model.layers, *untied}),
-        sharding_strategy=fsdp.ShardingStrategy["SHARD_GRAD_OP" if keep else "FULL_SHARD"],
-        mixed_precision=fsdp.MixedPrecision(half, whole) if job.args.bf16 else None,
-        device_id=job.device,
-        use_orig_params=True,
-    )
+def ranks_that_share(job: Job) -> DeviceMesh:
+    """All ranks in a row; with --hsdp, replicas of so many ranks, which shard among themselves."""
+    world_size, sharing = dist.get_world_size(), job.args.hsdp
+    if not sharing:
+        return init_device_mesh(job.device.type, (world_size,))
+    names = ("replicate", "shard")
+    return init_device_mesh(job.device.type, (world_size // sharing, sharing), mesh_dim_names=names)
 
 
 # ---- Training -------------------------------------------------------------------------------
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
-    """Fused AdamW, without decay of the norms."""
+    """Fused AdamW over what is trained, without decay of the norms."""
     decayed, others = [], []
     for name, parameter in model.named_parameters():
-        (others if "norm" in name else decayed).append(parameter)
+        if parameter.requires_grad:
+            (others if "norm" in name else decayed).append(parameter)
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     betas = (0.9, 0.95)  # Llama 2's (arXiv:2307.09288)
     return torch.optim.AdamW(
@@ -130,7 +140,7 @@ def micro_step(model: nn.Module, job: Job, last: bool) -> contextlib.AbstractCon
     if job.args.engine in ("minifsdp", "fsdp2"):
         model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
-    return contextlib.nullcontext() if last else model.no_sync()
+    return contextlib.nullcontext() if last else no_sync(model)
 
 
 def clip(model: nn.Module, job: Job) -> float:
@@ -143,62 +153,84 @@ def clip(model: nn.Module, job: Job) -> float:
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step: int, asked_to_end: bool
-) -> tuple[dict[str, float], bool]:
-    """Do optimizer step `step`, counted from 0.
+class Wishes(NamedTuple):
+    """What a rank would have all do after a step; all do what any wishes."""
 
-    Returns what there is to log, and whether any rank was asked to end.
+    end: bool  # it was sent SIGTERM
+    save: bool  # --save-minutes went by
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    job: Job,
+    step: int,
+    guard: Guard,
+    wishes: Wishes,
+) -> tuple[dict[str, Any], Wishes]:
+    """Do optimizer step `step`, counted from 0, unless `guard` finds it unfit.
+
+    Returns what there is to log, and what any rank wishes.
     """
-    batch, world_size = job.batches.batch(step), dist.get_world_size()
-    targets_in_step = job.batches.target_tokens(step)
-    sums = torch.zeros(3, dtype=torch.float64, device=job.device)  # losses, tokens, ranks to end
-    sums[2] = asked_to_end
-    parts = list(zip(*(part.split(job.micro_batch) for part in batch), strict=True))
-    for number, (tokens, targets) in enumerate(parts, start=1):
-        tokens, targets = tokens.to(job.device), targets.to(job.device)
+    args, world_size = job.args, dist.get_world_size()
+    targets_in_step = job.batches.size(step).targets
+    sums = torch.tensor([0.0, *wishes], dtype=torch.float64, device=job.device)
+    parts = job.batches.batch(step).split(job.micro_batch)
+    for number, part in enumerate(parts, start=1):
+        tokens, targets = part.tokens.to(job.device), part.targets.to(job.device)
         with micro_step(model, job, last=number == len(parts)):
-            loss_sum = summed_loss(model, tokens, targets)
+            loss_sum = summed_loss(model, tokens, targets, part.documents)
             # Engines average over ranks; the mean is over the targets of all ranks and parts.
             (loss_sum * (world_size / targets_in_step)).backward()
-        # What follows a row's last target is padding.
-        tokens_sum = (targets != NO_LOSS).flip(1).cumsum(1).count_nonzero()
-        sums[:2] += torch.stack([loss_sum.detach(), tokens_sum.to(loss_sum)])
+        sums[0] += loss_sum.detach()
     dist.all_reduce(sums)
-    total_loss, tokens_in_step, ranks_to_end = sums.tolist()
-    loss, norm = total_loss / targets_in_step, clip(model, job)
-    if not math.isfinite(loss + norm):
-        where = f"step {step + 1}: loss {loss}, gradient norm {norm}"
-        raise FloatingPointError(f"{where}: try a lower --lr")
-    args, warmup = job.args, int(job.args.warmup * job.steps)
-    lr = lr_at(step, total_steps=job.steps, warmup_steps=warmup, lr=args.lr, min_lr=args.min_lr)
+    loss_total, *wished = sums.tolist()
+    loss, norm = loss_total / targets_in_step, clip(model, job)
+    unfit = guard.judge(step + 1, loss, norm)
+    lr = lr_at(
+        step,
+        total_steps=job.steps,
+        warmup_steps=int(args.warmup * job.steps),
+        lr=args.lr,
+        min_lr=args.min_lr,
+        curve=args.schedule,
+    )
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
+    if unfit is None:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    logged = {"loss": loss, "lr": lr, "grad_norm": norm, "tokens": int(tokens_in_step)}
-    return logged, ranks_to_end > 0
+    logged = {"loss": loss, "lr": lr, "grad_norm": norm} | ({"skipped": unfit} if unfit else {})
+    return logged, Wishes(*(wish > 0 for wish in wished))
+
+
+def model_state(model: nn.Module, job: Job) -> dict[str, Any]:
+    """The weights that a checkpoint holds: all, or the adapters, as the rest is --model's."""
+    options = torch_state.StateDictOptions(ignore_frozen_params=bool(job.args.lora_rank))
+    return torch_state.get_model_state_dict(model, options=options)
 
 
 def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step: int, guard: Guard
 ) -> dict[str, Any]:
     """What a checkpoint holds; `step` counts the steps done.
 
     Learning rate and data follow from it: what else is said of them is which curve and which order.
     """
     args = job.args
+    curve = {"curve": args.schedule, "steps": job.steps, "warmup": args.warmup}
     return job.identity() | {
-        "model": torch_state.get_model_state_dict(model),
+        "model": model_state(model, job),
         "optimizer": torch_state.get_optimizer_state_dict(model, optimizer),
-        "scheduler": {"steps": job.steps, "warmup": args.warmup, "lr": args.lr, "min": args.min_lr},
+        "scheduler": curve | {"lr": args.lr, "min": args.min_lr},
+        "guard": guard.state(),
         "rng": checkpoint.rng_states(),
         "step": step,
         "next_example": step * args.batch_size,
     }
 
 
-def resume(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> int:
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, guard: Guard) -> int:
     """Load the last checkpoint that is whole and return the number of steps done."""
 
     def tell(damaged: checkpoint.DamagedError) -> None:
@@ -207,15 +239,23 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> int:
             print(f"train.py: {about}: going on from the one before it", file=sys.stderr)
 
     decays = [group["weight_decay"] for group in optimizer.param_groups]
-    state = state_of(model, optimizer, job, 0)
+    state = state_of(model, optimizer, job, 0, guard)
     path = checkpoint.load(job.out / "checkpoints", state, on_damaged=tell)
     job.check_identity(state, path)
-    torch_state.set_model_state_dict(model, state["model"])
+    put_weights(model, state["model"])
     torch_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay  # the flag's, which may have been given anew
+    guard.restore(state["guard"])
     checkpoint.restore_rng(state["rng"])
     return state["step"]
+
+
+def put_weights(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Give the model what `model_state` took from it, or as much."""
+    torch_state.set_model_state_dict(
+        model, weights, options=torch_state.StateDictOptions(strict=False)
+    )
 
 
 def steps_saved(out: Path) -> int | None:
@@ -224,21 +264,39 @@ def steps_saved(out: Path) -> int | None:
     return None if last is None else checkpoint.step_of(last)
 
 
-class Trained(NamedTuple):
-    """What training measured; None where no step ran."""
+class Best:
+    """The weights that evaluated best so far, kept in OUT/best."""
 
-    steps: int  # done so far, in all
-    eval_loss: float | None
-    tokens_per_second: float | None  # of all ranks, padding left out
-    peak_bytes: int | None  # of the rank that took most
+    def __init__(self, model: nn.Module, job: Job, steps_done: int) -> None:
+        self.model, self.job, self.folder = model, job, job.out / "best"
+        last = checkpoint.latest(self.folder)
+        if last and checkpoint.step_of(last) > steps_done and dist.get_rank() == 0:
+            shutil.rmtree(self.folder)  # of steps that are yet to be done again
+        dist.barrier()
+        self.loss = self.load()["loss"] if checkpoint.latest(self.folder) else math.inf
+
+    def offer(self, step: int, loss: float) -> None:
+        """Keep the weights after `step` steps if none evaluated better."""
+        if loss < self.loss:
+            self.loss, weights = loss, model_state(self.model, self.job)
+            checkpoint.save(self.folder, step, {"model": weights, "loss": loss}, keep_last=1)
+
+    def load(self) -> dict[str, Any]:
+        """What is kept: the weights, as `put_weights` takes them, and their loss."""
+        like = {name: torch.empty_like(w) for name, w in model_state(self.model, self.job).items()}
+        state = {"model": like, "loss": math.inf}
+        checkpoint.load(self.folder, state)
+        return state
 
 
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     job: Job,
+    guard: Guard,
     steps_done: int,
-    termination: Termination,
+    ending: Termination,
+    watchdog: Watchdog,
 ) -> Trained:
     """Train on from `steps_done`, logging, evaluating and saving as the flags say.
 
@@ -247,143 +305,149 @@ def train(
     args, memory = job.args, PeakMemory(job.device)
     first, world_size = dist.get_rank() == 0, dist.get_world_size()
     metrics = everywhere(lambda: job.open_folder(steps_done, world_size) if first else None)
-
-    def log(step: int, **values: Any) -> None:
-        if metrics:
-            metrics.write(step, **values)
-
-    def evaluate(step: int) -> float | None:
-        if not job.evaluation:
-            return None
-        pad_id = job.tokenizer.pad_id
-        loss = mean_loss(model, job.evaluation, job.micro_batch, pad_id, job.device)
-        log(step, eval_loss=loss)
-        return loss
-
+    best = Best(model, job, steps_done) if args.keep_best else None
     end = min(args.stop_at or job.steps, job.steps)
-    eval_loss = evaluate(steps_done)
-    measured = min(steps_done + 2, end)
+    measured = min(steps_done + WARM_UP_STEPS, end)
     moments = [t for state in optimizer.state.values() for t in state.values()]
-    memory.start([*model.parameters(), *moments])
-    speeds: list[tuple[int, float]] = []  # tokens and seconds of each step
-    often = 0.5 if sys.stderr.isatty() else 10.0  # seconds between two states of the bar
-    look = {"unit": "step", "disable": not first, "mininterval": often}
-    bar = tqdm(total=job.steps, initial=steps_done, **look)
-    with bar, contextlib.closing(memory):
+    with Progress(job, model, steps_done, metrics) as progress, contextlib.closing(memory):
+        evaluated = evaluate(model, job, progress, steps_done, watchdog)
+        memory.start([*model.parameters(), *moments])
+        saved_at = time.monotonic()
         for step in range(steps_done, end):
+            watchdog.at(step + 1, "training")
             began = time.perf_counter()
-            logged, stop = train_step(model, optimizer, job, step, termination.asked)
-            steps_done = step + 1
-            speeds.append((logged["tokens"], time.perf_counter() - began))
-            log(steps_done, **logged, seconds=speeds[-1][1])
-            bar.set_postfix(loss=f"{logged['loss']:.4f}", refresh=False)
-            bar.update()
+            overdue = time.monotonic() - saved_at > 60 * (args.save_minutes or math.inf)
+            wishes = Wishes(end=ending.asked, save=first and overdue)
+            logged, wished = train_step(model, optimizer, job, step, guard, wishes)
+            steps_done, size = step + 1, job.batches.size(step)
+            work = Work(size.tokens, size.squares, time.perf_counter() - began)
+            progress.step(steps_done, logged, work)
             if steps_done == measured:
                 memory.close()
-            if stop or steps_done == end or steps_done % job.save_every == 0:
-                state, behind = state_of(model, optimizer, job, steps_done), args.async_checkpoint
-                folder = job.out / "checkpoints"
+            due = steps_done == end or steps_done % job.save_every == 0
+            if due or wished.save or wished.end:
+                watchdog.at(steps_done, "saving", patience_seconds=math.inf)
+                state = state_of(model, optimizer, job, steps_done, guard)
+                folder, behind = job.out / "checkpoints", args.async_checkpoint
                 checkpoint.save(folder, steps_done, state, behind, job.keep_last)
-            if stop and steps_done < end:
+                saved_at = time.monotonic()
+            if wished.end and steps_done < end:
                 break
             if steps_done == end or (args.eval_every and steps_done % args.eval_every == 0):
-                eval_loss = evaluate(steps_done)
-    checkpoint.wait()
-    if not speeds:
-        return Trained(steps_done, eval_loss, None, None)
-    tokens, seconds = map(sum, zip(*(speeds[2:] or speeds), strict=True))
-    peak_bytes = torch.tensor(memory.peak_bytes)
-    dist.all_reduce(peak_bytes, dist.ReduceOp.MAX)
-    return Trained(steps_done, eval_loss, tokens / seconds, int(peak_bytes))
+                evaluated = evaluate(model, job, progress, steps_done, watchdog)
+                if best and evaluated is not None:
+                    best.offer(steps_done, evaluated)
+        checkpoint.wait()
+        return progress.measured(steps_done, evaluated, memory.peak_bytes)
+
+
+def evaluate(
+    model: nn.Module, job: Job, progress: Progress, step: int, watchdog: Watchdog
+) -> float | None:
+    """Mean loss of a target token of --eval-data, logged with answers to --sample; None without."""
+    if job.inputs.evaluation is None:
+        return None
+    watchdog.at(step, "evaluating", patience_seconds=math.inf)
+    loss = eval_loss(model, job)
+    progress.log(step, eval_loss=loss, eval_perplexity=perplexity(loss))
+    if job.args.sample:
+        said = answers(model, job.inputs.tokenizer, job.inputs.samples, job.args.max_new_tokens)
+        for prompt, answer in zip(job.args.sample, said, strict=True):
+            progress.log(step, prompt=prompt, answer=answer)
+    return loss
+
+
+def eval_loss(model: nn.Module, job: Job) -> float:
+    """Mean loss of a target token of the evaluation data."""
+    inputs = job.inputs
+    pad_id = inputs.tokenizer.pad_id
+    return mean_loss(model, inputs.evaluation, job.micro_batch, pad_id, job.device, job.pack_to)
 
 
 # ---- The end --------------------------------------------------------------------------------
 
 
-def plain(model: nn.Module, job: Job) -> nn.Module:
-    """The model as `llama` takes it: a Llama, plain or with DTensor parameters."""
-    if job.args.engine == "ddp":
-        return model.module
-    if job.args.engine != "fsdp1":
-        return model
-    # Not offloaded to the CPU as it is gathered: where it lies there already, torch crashes.
-    options = torch_state.StateDictOptions(full_state_dict=True)
-    gathered = Llama(job.config)
-    gathered.load_state_dict(torch_state.get_model_state_dict(model, options=options))
-    return gathered
-
-
 def export(model: nn.Module, job: Job) -> None:
-    """Write the model in Hugging Face layout."""
-    folder, first = job.out / "export", dist.get_rank() == 0
-    if first:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was trained on after its end
+    """Write the model in Hugging Face layout; adapters also alone, in peft's."""
+    folder, adapter, first = job.out / "export", job.out / "adapter", dist.get_rank() == 0
+    if first:  # of a run that was trained on after its end
+        for old in (folder, adapter):
+            shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
-    exported = plain(model, job)
+    whole = bare(model, job)
+    if job.args.lora_rank:
+        save_peft(whole, adapter, job.args.model)
+        merge(whole)
     if first or job.args.engine in ("minifsdp", "fsdp2"):
         dtype = getattr(torch, job.args.export_dtype)
-        save_hf(exported, folder, dtype=dtype, tokenizer_path=job.tokenizer.path)
+        save_hf(whole, folder, dtype=dtype, tokenizer_path=job.inputs.tokenizer.path)
 
 
-def sum_up(model: nn.Module, job: Job, trained: Trained, started: float) -> None:
-    """Score the trained model, let it answer, and write and print the run's summary."""
-    args = job.args
-    llama = model.module if args.engine == "ddp" else model
-    score = exact_match(llama, job.tokenizer, job.questions) if job.questions else {}
-    said = answers(llama, job.tokenizer, job.samples, args.max_new_tokens)
-    if dist.get_rank() != 0:
+def instead_of_training(model: nn.Module, job: Job) -> None:
+    """Let people talk to the model, or evaluate it."""
+    args, inputs, first = job.args, job.inputs, dist.get_rank() == 0
+    if args.chat:
+        settings = Settings(
+            args.max_new_tokens, args.temperature, args.top_p, args.seed, args.system or ""
+        )
+        if args.sample:
+            write = functools.partial(print, end="", flush=True)
+            answer_all(model, inputs.tokenizer, args.sample, settings, write)
+        else:
+            converse(model, inputs.tokenizer, settings)
         return
-    for prompt, answer in zip(job.samples, said, strict=True):
-        print(f"{job.tokenizer.decode(prompt)} {answer}")
-    losses = {
-        line["step"]: line["loss"]
-        for line in read_metrics(job.out / "metrics.jsonl")
-        if "loss" in line
-    }
-    trainers = read_object(job.out / "config.json")  # where no step was left to do
-    summary = {
-        "steps": job.steps,
-        "train_loss_first": losses.get(1),
-        "train_loss_last": losses.get(job.steps),
-        "eval_loss": trained.eval_loss,
-        "eval_exact_match": score.get("all"),
-        "eval_exact_match_by_kind": {kind: s for kind, s in score.items() if kind != "all"},
-        "tokens_per_second": trained.tokens_per_second,
-        "seconds": time.perf_counter() - started if trained.tokens_per_second else None,
-        "world_size": trainers.get("world_size"),
-        "engine": trainers.get("arguments", {}).get("engine"),
-        "parameters": job.config.num_parameters,
-        "peak_bytes": trained.peak_bytes,
-    }
-    write_json(job.out / "summary.json", summary)
-    print(*describe(summary), sep="\n")
+    loss = eval_loss(model, job)
+    score = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+    if inputs.questions:
+        score["eval_exact_match"] = exact_match(model, inputs.tokenizer, inputs.questions)["all"]
+    if first:
+        print(*describe(score), sep="\n")
 
 
-def run(started: float, termination: Termination) -> None:
+def run(started: float) -> None:
     """Do the job that the flags describe."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     job = everywhere(lambda: prepare(sys.argv[1:], rank, world_size, steps_saved))
-    model = everywhere(lambda: build(job))
-    optimizer = make_optimizer(model, job.args)
-    steps_done = everywhere(lambda: resume(model, optimizer, job)) if job.args.resume else 0
-    job = job._replace(summarised=job.summarised and steps_done == job.steps)
-    trained = train(model, optimizer, job, steps_done, termination)
-    if trained.steps == job.steps:
+    args = job.args
+    if rank == 0:
+        announce(job)
+    if args.show_sample or job.finished:
+        return
+    with Watchdog(args.hang_timeout) as watchdog:
+        watchdog.at(0, "loading", patience_seconds=math.inf)
+        model = everywhere(lambda: build(job))
+        optimizer, guard = (
+            make_optimizer(model, args),
+            Guard(args.skip_bad_steps, args.spike),
+        )
+        resumed = everywhere(lambda: resume(model, optimizer, job, guard)) if args.resume else 0
+        if not trains(args):
+            watchdog.at(resumed, "answering", patience_seconds=math.inf)
+            instead_of_training(llama_in(model, job), job)
+            return
+        job = job._replace(summarised=job.summarised and resumed == job.steps)
+        with Termination() as ending:
+            trained = train(model, optimizer, job, guard, resumed, ending, watchdog)
+        if trained.steps < job.steps:
+            if rank == 0:
+                done = f"stopped after step {trained.steps} of {job.steps}"
+                print(f"{done}: --resume goes on from there")
+            return
+        watchdog.at(job.steps, "exporting", patience_seconds=math.inf)
+        if args.export_best:
+            put_weights(model, Best(model, job, job.steps).load()["model"])
         export(model, job)
         if not job.summarised:
-            sum_up(model, job, trained, started)
+            sum_up(llama_in(model, job), job, trained, started)
         if rank == 0:
             print(f"export: {job.out / 'export'}")
-    elif rank == 0:
-        print(f"stopped after step {trained.steps} of {job.steps}: --resume goes on from there")
 
 
 def main() -> None:
     started = time.perf_counter()
     connect()
     try:
-        with Termination() as termination:
-            run(started, termination)
+        run(started)
     except (FloatingPointError, checkpoint.SaveError) as reason:  # which every rank met
         leave(1, str(reason))
     finally:

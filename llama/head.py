@@ -58,10 +58,10 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows_at_once: int) -> Tensor:
         losses = x.new_zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
-        chosen = _with_target(targets)
+        chosen = with_target(targets)
         if len(chosen) < len(x):
             x, targets = x[chosen], targets[chosen]
-        chunks = _chunks(len(x), rows_at_once)
+        chunks = chunks_of(len(x), rows_at_once)
         for rows in chunks:
             logits = F.linear(x[rows], weight)
             loss = F.cross_entropy(logits.to(losses.dtype), targets[rows], reduction="none")
@@ -96,7 +96,7 @@ class _Losses(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype) if weight_wanted else None, None, None
 
 
-def _with_target(targets: Tensor) -> Tensor:
+def with_target(targets: Tensor) -> Tensor:
     """Where `targets`, `(tokens,)`, have one: indices in order.
 
     Their number decides what is skipped, so a GPU is waited for here, once in a forward; all of the
@@ -108,7 +108,7 @@ def _with_target(targets: Tensor) -> Tensor:
     return wanted.nonzero().squeeze(1)
 
 
-def _chunks(count: int, rows_at_once: int) -> list[slice]:
+def chunks_of(count: int, rows_at_once: int) -> list[slice]:
     """`count` rows as few chunks of about the same size, each of at most `rows_at_once`."""
     chunks = -(-count // rows_at_once)
     return [slice(count * i // chunks, count * (i + 1) // chunks) for i in range(chunks)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,8 +20,10 @@ class Tokenizer:
         if not self.path.is_file():
             raise FileNotFoundError(f"{path}: no such file; a SentencePiece model is needed")
         self._pieces = SentencePieceProcessor()
+        content = self.path.read_bytes()
+        self.sha256 = hashlib.sha256(content).hexdigest()
         try:
-            self._pieces.LoadFromSerializedProto(self.path.read_bytes())
+            self._pieces.LoadFromSerializedProto(content)
         except RuntimeError:
             raise ValueError(f"{path}: not a SentencePiece model (tokenizer.model)") from None
         self.vocab_size: int = self._pieces.vocab_size()
@@ -41,6 +44,14 @@ class Tokenizer:
         """Token ids of `text`, in which control tokens such as `</s>` are plain characters."""
         ids = self._pieces.encode(text)
         return [self.bos_id] * bos + ids + [self.eos_id] * eos
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        """The token ids of each text, as `encode` gives them, found by `threads` threads."""
+        return self._pieces.encode(list(texts), num_threads=threads) if texts else []
+
+    def piece(self, i: int) -> str:
+        """How the model writes token `i`, a space as U+2581; `<unused>` beyond the vocabulary."""
+        return self._pieces.id_to_piece(i) if 0 <= i < self.vocab_size else "<unused>"
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, control tokens left out; an id that a larger model made up beyond

@@ -23,7 +23,7 @@ import pytest
 import torch
 from test_train import MODEL, Run, train_in_pool, write_dialogs
 
-from llama.finetune.report import read_metrics
+from llama.finetune.metrics import read_metrics
 from minifsdp import checkpoint
 from minifsdp.checkpoint import folder
 

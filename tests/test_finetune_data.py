@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama.finetune.data import Batches, Example, collate, eval_batches, load_jsonl
+from llama.finetune import data
+from llama.finetune.data import Batches, Example, collate, eval_batches
 from llama.finetune.tasks import TOKENIZER_PATH
 from llama.tokenizer import Tokenizer
 
@@ -33,7 +34,9 @@ def write(folder, *lines):
 
 
 def load(path, seq_len=64):
-    return load_jsonl(path, TOKENIZER, seq_len)
+    """The examples of a file as lists."""
+    corpus = data.load([path], TOKENIZER, seq_len)
+    return [Example(ids.tolist(), loss_mask.tolist()) for ids, loss_mask in corpus]
 
 
 def numbered(lengths):
@@ -108,9 +111,9 @@ BAD_LINES = {
     '"text"': "must be a JSON object, not a string",
     "null": "must be a JSON object, not null",
     "3": "must be a JSON object, not a number",
-    "{}": "needs either 'text' or 'messages'; its keys: none",
-    '{"txt": "a", "id": 1}': "needs either 'text' or 'messages'; its keys: 'txt', 'id'",
-    '{"text": "a", "messages": []}': "needs either 'text' or 'messages'",
+    "{}": "; its keys: none",
+    '{"txt": "a", "id": 1}': "'conversations', 'instruction'; its keys: 'txt', 'id'",
+    '{"text": "a", "messages": []}': "its keys: 'text', 'messages'",
     '{"text": true}': "'text' must be a string, not a boolean",
     '{"text": null}': "'text' must be a string, not null",
     '{"text": " \\n"}': "'text' is blank: remove the line",
@@ -143,11 +146,9 @@ def test_an_empty_file_is_refused_by_name(tmp_path, content):
         load(path)
 
 
-def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):
+def test_a_missing_file_is_refused_by_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent.jsonl: no such file"):
         load(tmp_path / "absent.jsonl")
-    with pytest.raises(FileNotFoundError, match="is a folder"):
-        load(tmp_path)
 
 
 def test_a_sequence_length_without_room_for_a_target_is_refused(tmp_path):
@@ -160,7 +161,8 @@ def test_a_sequence_length_without_room_for_a_target_is_refused(tmp_path):
 
 def test_a_target_is_the_token_that_follows_where_the_mask_says_so():
     examples = [Example([1, 7, 8, 9, 2], [0, 0, 0, 1, 1]), Example([1, 5, 2], [0, 1, 1])]
-    tokens, targets = collate(examples, PAD)
+    batch = collate(examples, PAD)
+    tokens, targets = batch.tokens, batch.targets
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.tolist() == [[1, 7, 8, 9], [1, 5, PAD, PAD]]
     assert targets.tolist() == [[-100, -100, 9, 2], [5, 2, -100, -100]]
@@ -168,9 +170,9 @@ def test_a_target_is_the_token_that_follows_where_the_mask_says_so():
 
 def test_padding_is_no_target_even_when_it_is_the_end_token():
     end = TOKENIZER.pad_id
-    tokens, targets = collate([Example([1, 5, end], [0, 1, 1])], pad_id=end, width=6)
-    assert tokens.tolist() == [[1, 5, end, end, end, end]]
-    assert targets.tolist() == [[5, end, -100, -100, -100, -100]]
+    batch = collate([Example([1, 5, end], [0, 1, 1])], pad_id=end, width=6)
+    assert batch.tokens.tolist() == [[1, 5, end, end, end, end]]
+    assert batch.targets.tolist() == [[5, end, -100, -100, -100, -100]]
 
 
 # ---- Batches --------------------------------------------------------------------------------
@@ -239,11 +241,11 @@ def test_width_is_the_longest_row_rounded_up_to_8_but_never_wider_than_any_examp
 
 @settings(deadline=None)
 @given(lengths, st.sampled_from([1, 2, 3, 4]), st.integers(0, 5))
-def test_target_tokens_counts_the_targets_of_all_ranks(lengths, world_size, step):
+def test_the_targets_of_a_step_are_those_of_all_ranks(lengths, world_size, step):
     examples = [Example(ids, [i % 3 != 0 for i in ids]) for ids, _ in numbered(lengths)]
     shares = [Batches(examples, 12, 0, PAD, rank, world_size) for rank in range(world_size)]
     targets = sum(int((share.batch(step).targets != -100).sum()) for share in shares)
-    assert {share.target_tokens(step) for share in shares} == {targets}
+    assert {share.size(step).targets for share in shares} == {targets}
 
 
 def test_batches_that_cannot_be_made_are_refused():

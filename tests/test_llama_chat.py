@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama.chat import encode_dialog
+from llama.chat import Segment, encode_dialog, segments, tag_in
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
@@ -90,6 +90,19 @@ def test_a_blank_system_text_is_as_none():
     assert encode_dialog(Characters(), [blank, user("a")]) == encode_dialog(
         Characters(), [user("a")]
     )
+
+
+def test_the_segments_of_a_dialog_are_its_turns_as_texts_without_a_tokenizer():
+    messages = [SYSTEM, user("Hi"), assistant("Hello!"), user("How are you?")]
+    assert segments(messages) == [
+        Segment(INSTRUCTION_1, f"{INSTRUCTION_1} Hello! ", True),
+        Segment(INSTRUCTION_2, INSTRUCTION_2, False),
+    ]
+
+
+def test_a_tag_is_found_wherever_it_stands_in_a_text():
+    assert tag_in("a [/INST] b") == "[/INST]"
+    assert tag_in("a [ INST ] <s> b") is None
 
 
 @pytest.mark.parametrize("tag", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])

@@ -50,6 +50,20 @@ def test_control_tokens_in_text_are_plain_characters(model_path):
     assert tokenizer.encode("") == []
 
 
+def test_a_batch_of_texts_has_the_ids_of_each_in_order_on_any_number_of_threads(model_path):
+    tokenizer = Tokenizer(model_path)
+    texts = ["the cat", "", "a dog \U0001f600", *(f"{number} cats" for number in range(50))]
+    expected = [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_batch(texts) == tokenizer.encode_batch(texts, threads=3) == expected
+    assert tokenizer.encode_batch([], threads=3) == []
+
+
+def test_a_token_has_its_piece_and_an_id_beyond_the_vocabulary_has_none(model_path):
+    tokenizer = Tokenizer(model_path)
+    assert tokenizer.piece(tokenizer.eos_id) == "</s>"
+    assert tokenizer.piece(tokenizer.vocab_size) == tokenizer.piece(-1) == "<unused>"
+
+
 def test_padding_is_eos_unless_the_model_has_a_token_for_it(model_path, tmp_path):
     assert Tokenizer(model_path).pad_id == Tokenizer(model_path).eos_id
     assert Tokenizer(train(tmp_path / "padded.model", pad_id=3)).pad_id == 3

@@ -21,13 +21,14 @@ from safetensors.torch import load_file
 
 from llama import Llama, LlamaConfig, Tokenizer
 from llama.finetune.data import Batches, Example
-from llama.finetune.report import Metrics, read_metrics
+from llama.finetune.metrics import Metrics, read_metrics
 from llama.finetune.tasks import TOKENIZER_PATH
 from llama.weights import load_hf
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 MODEL = ["--dim", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "64"]
-STEPS = ["--batch-size", "8", "--steps", "6", "--lr", "0.01"]
+# Rows of a few dialogs each.
+STEPS = ["--batch-size", "8", "--steps", "6", "--lr", "0.01", "--seq-len", "64"]
 SUMMARY_KEYS = {
     "steps",
     "train_loss_first",
@@ -87,9 +88,8 @@ def load_train() -> ModuleType:
 def train_in_pool(out: Path, flags: list[str]) -> None:
     """Run on this rank of a process group that is there already."""
     train = load_train()
-    sys.argv[1:] = ["--device", "cpu", "--out", str(out), *flags]
-    with train.Termination() as termination:
-        train.run(time.perf_counter(), termination)
+    sys.argv[1:] = ["--device", "cpu", "--hang-timeout", "0", "--out", str(out), *flags]
+    train.run(time.perf_counter())
 
 
 def write_dialogs(folder: Path) -> list[str]:
@@ -418,5 +418,6 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_message(
 ) -> None:
     flags = [*data, *MODEL, *STEPS, "--lr", "1e30", "--clip", "0"]
     run = launch(tmp_path / "run", ranks, *flags, code=1)
-    assert run.stderr.count("train.py: error: step 2: loss ") == 1
+    assert run.stderr.count("is left out: loss ") == 2
+    assert run.stderr.count("train.py: error: step 4: loss ") == 1
     assert f'File "{TRAIN}"' not in run.stderr

@@ -1,20 +1,21 @@
-"""The flags of `train.py`, and what can be said against them before a file is read."""
+"""The flags of a run, checked for what can be said against them before a file is read."""
 
 import argparse
-import math
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from llama.finetune.run_folder import check_apart, is_restart, recorded_flags
+from llama.finetune.data import source_of
+from llama.finetune.flags import ENGINES, build_parser
+from llama.finetune.run_folder import check_apart, is_restart, is_run, recorded_flags
+from llama.finetune.settings import expand
 
-ENGINES = ("minifsdp", "fsdp2", "fsdp1", "ddp", "none")
 CANNOT = {  # a flag, and the engines that cannot honour it
     "bf16": ("ddp", "none"),
     "cpu_offload": ("fsdp1", "ddp", "none"),
     "reshard_after_forward": ("ddp", "none"),
     "no_sync": ("none",),
+    "hsdp": ("fsdp1", "ddp", "none"),
+    "lora_rank": ("fsdp1",),
 }
 SHAPE = {  # a flag, and the field of LlamaConfig that it sets
     "dim": "dim",
@@ -26,107 +27,11 @@ SHAPE = {  # a flag, and the field of LlamaConfig that it sets
     "max_seq_len": "max_seq_len",
     "tie_embeddings": "tie_embeddings",
 }
+LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+DATA = ("data", "tokenizer", "template", "on_bad_line", "seq_len", "packing", "batch_size")
 # What a run keeps when it is resumed: the model, and the order of the data.
-FIXED = (*SHAPE, "model", "preset", "seed", "data", "tokenizer", "seq_len", "batch_size")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises ValueError, so that rank 0 alone reports what every rank finds."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ValueError(f"{message} (--help lists the flags)")
-
-    def print_help(self, file: Any = None) -> None:
-        """Once, however many ranks are asked."""
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
-
-
-def _whole(text: str) -> int:
-    """A whole number above 0."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
-    return int(text)
-
-
-def _amount(text: str) -> float:
-    """A finite number, 0 or more."""
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number, 0 or more, not {text}")
-    return float(text)
-
-
-def _seed(text: str) -> int:
-    """A seed that torch's generators take."""
-    if not -(2**63) <= int(text) < 2**64:
-        raise argparse.ArgumentTypeError(f"must be from -2**63 to 2**64 - 1, not {text}")
-    return int(text)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The flags in groups; one that is None unless given has its default where it is used."""
-    about = "Train a Llama 2; without flags, a tiny one on made-up tasks."
-    parser = _Parser(description=about, allow_abbrev=False)
-    switch, default = {"action": "store_true"}, "default: %(default)s"
-
-    add = parser.add_argument_group("run").add_argument
-    add("--name", help="name of the run; default: the first data file's, or tasks")
-    add("--out", metavar="DIR", help="run folder; default: runs/NAME")
-    add("--resume", **switch, help="continue the run in --out from its last checkpoint")
-    add("--overwrite", **switch, help="replace the run in --out")
-    add("--engine", choices=ENGINES, default="minifsdp", help=f"sharing of the work; {default}")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    add("--seed", type=_seed, default=0, help=f"of weights, tasks and order of the data; {default}")
-    often = "steps between checkpoints; default: a tenth of all, at least 100"
-    save_every = ("--save-every", "--checkpoint-every")
-    add(*save_every, dest="save_every", type=_whole, metavar="STEPS", help=often)
-    kept = "checkpoints kept; default: 2, or all with --save-every"
-    add("--keep-last", type=_whole, metavar="N", help=kept)
-    add("--async-checkpoint", **switch, help="write checkpoints while training goes on")
-    add("--eval-every", type=_whole, metavar="STEPS", help="default: before and after training")
-    add("--stop-at", type=_whole, metavar="STEP", help="stop there, to be resumed later")
-    add("--sample", nargs="+", metavar="PROMPT", help="put to the trained model; default: a few")
-    add("--max-new-tokens", type=_whole, default=64, help=f"longest answer, in tokens; {default}")
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--export-dtype", choices=dtypes, default="float32", help=f"of OUT/export; {default}")
-
-    add = parser.add_argument_group("model").add_argument
-    add("--model", metavar="DIR", help="start from this model in Hugging Face layout")
-    add("--preset", choices=("tiny", "7b", "13b", "34b", "70b"), help="default: tiny")
-    add("--dim", type=_whole, help="width")
-    add("--layers", type=_whole, help="number of blocks")
-    add("--heads", type=_whole, help="query heads")
-    add("--kv-heads", type=_whole, help="key and value heads; default: as --heads if given")
-    add("--ffn", type=_whole, help="width inside the feed-forward")
-    add("--vocab", type=_whole, help="default: the preset's if one is given, or the tokenizer's")
-    add("--max-seq-len", type=_whole, help="longest sequence the model takes, in tokens")
-    add("--tie-embeddings", **switch, default=None, help="one matrix for embedding and head")
-
-    add = parser.add_argument_group("data").add_argument
-    add("--data", nargs="+", metavar="JSONL", help="train on these; default: the made-up tasks")
-    add("--eval-data", nargs="+", metavar="JSONL", help="evaluate on these")
-    add("--tokenizer", metavar="FILE", help="SentencePiece model; default: the one in --model")
-    add("--seq-len", type=_whole, help="longest example, in tokens; default: 2048 or the model's")
-
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--steps", type=_whole, help="default: 1200 for the tasks, with --data as by --epochs")
-    add("--epochs", type=_whole, help="passes over --data; default: 3")
-    add("--batch-size", type=_whole, help="sequences a step, over all ranks; default: 120, data 16")
-    add("--micro-batch", type=_whole, help="sequences a rank takes at once; default: its share")
-    add("--lr", type=_amount, help="highest learning rate; default: 3e-3, with --model 5e-5")
-    add("--min-lr", type=_amount, default=0.0, help=f"learning rate at the end; {default}")
-    add("--warmup", type=_amount, default=0.03, help=f"share of the steps, below 1; {default}")
-    add("--weight-decay", type=_amount, help="of the matrices; default: 0.1, with --model 0.01")
-    add("--clip", type=_amount, default=1.0, help=f"largest gradient norm, 0: none; {default}")
-
-    add = parser.add_argument_group("memory and speed").add_argument
-    add("--bf16", **switch, help="compute in bfloat16 over float32 weights and reductions")
-    add("--activation-checkpointing", **switch, help="recompute each block in backward")
-    both = argparse.BooleanOptionalAction
-    add("--reshard-after-forward", action=both, help="default: all but the root's parameters")
-    add("--cpu-offload", **switch, help="keep weights, gradients and optimizer on the CPU")
-    add("--no-sync", **switch, help="reduce gradients once a step, not for each micro-batch")
-    return parser
+FIXED = (*SHAPE, "model", "preset", "seed", *LORA, *DATA)
+INSTEAD = ("eval_only", "chat", "show_sample")  # of training
 
 
 def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
@@ -136,50 +41,60 @@ def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
     for a run folder among the inputs.
     """
     parser = build_parser()
-    args = parser.parse_args(argv)
-    if args.resume and args.overwrite:
-        raise ValueError("--resume continues a run and --overwrite deletes it: give one of them")
+    args = parser.parse_args(expand(argv, parser))
+    _check_purpose(args)
     if args.resume:
         args = _recorded(parser, argv, args)
+    elif (args.eval_only or args.chat) and not args.model:
+        args = _of_finished_run(parser, argv, args)
     args.out = str(_run_folder(args))
-    if args.lr is None:
-        args.lr = 5e-5 if args.model else 3e-3
-    if args.weight_decay is None:
-        args.weight_decay = 0.01 if args.model else 0.1
-    if args.batch_size is None:
-        args.batch_size = 16 if args.data else 120
+    _fill_in(args)
     _check_engine(args, world_size)
+    if not trains(args):
+        args.batch_size = world_size  # of no consequence, and no reason to refuse
     _check_batch(args, world_size)
-    if args.steps and args.epochs:
-        raise ValueError("--steps and --epochs both say how long to train: give one of them")
-    if args.min_lr > args.lr:
-        raise ValueError(f"--min-lr {args.min_lr} exceeds --lr {args.lr}: lower it")
-    if args.warmup >= 1:
-        raise ValueError(f"--warmup {args.warmup} is a share of the steps: it must be below 1")
-    if args.model and (given := [flag for flag in ("preset", *SHAPE) if getattr(args, flag)]):
-        raise ValueError(f"--model fixes the model's shape: drop {_named(given[0])}")
-    if args.data and not (args.tokenizer or args.model):
-        raise ValueError("--data needs --tokenizer, the SentencePiece model of your text")
-    if not args.data and (args.eval_data or args.epochs):
-        given = "--eval-data" if args.eval_data else "--epochs"
-        raise ValueError(f"{given} goes with --data: the made-up tasks evaluate themselves")
-    if args.eval_every and args.data and not args.eval_data:
-        raise ValueError("--eval-every needs --eval-data, a JSONL to evaluate on")
-    paths = [args.model, args.tokenizer, *(args.data or []), *(args.eval_data or [])]
-    check_apart(Path(args.out), args.model, [path for path in paths if path])
+    _check_hsdp(args, world_size)
+    _check_optimisation(args)
+    _check_data(args)
+    if trains(args):
+        sources = [*(args.data or []), *(args.eval_data or [])]
+        paths = [args.model, args.tokenizer, *(source_of(source).name for source in sources)]
+        check_apart(Path(args.out), args.model, [path for path in paths if path])
     return args
 
 
-def argv_of_attempt(argv: list[str], steps_saved: Callable[[Path], int | None]) -> list[str]:
-    """`argv`; where torchrun starts a run once more, since a rank died, with what goes on with it.
+def trains(args: argparse.Namespace) -> bool:
+    """Whether the flags ask for training, not for something instead."""
+    return not any(getattr(args, flag) for flag in INSTEAD)
 
-    That is the last checkpoint, or the start if there is none yet.
+
+def argv_of_attempt(argv: list[str], steps_saved: Callable[[Path], int | None]) -> list[str]:
+    """`argv` without what depends on how far the run is: `--resume auto`, or torchrun's restart.
+
+    A run that torchrun starts once more, since a rank died, goes on from its last checkpoint, or
+    begins again if there is none yet; `--resume auto` does so however it was stopped.
     """
-    folder = _run_folder(build_parser().parse_args(argv))
-    if not is_restart(folder):
+    parser = build_parser()
+    argv = expand(argv, parser)
+    args = parser.parse_args(argv)
+    folder = _run_folder(args)
+    if args.resume != "auto" and not is_restart(folder):
         return argv
-    go_on = "--overwrite" if steps_saved(folder) is None else "--resume"
-    return [*(flag for flag in argv if flag not in ("--resume", "--overwrite")), go_on]
+    kept = _without_resume(argv)
+    if not is_run(folder):
+        return kept
+    go_on = "--resume=auto" if args.resume == "auto" else "--resume"
+    return [*kept, "--overwrite" if steps_saved(folder) is None else go_on]
+
+
+def _without_resume(argv: list[str]) -> list[str]:
+    """`argv` without `--overwrite` and any way to write `--resume`."""
+    kept, after_resume = [], False
+    for word in argv:
+        value, after_resume = after_resume and not word.startswith("-"), word == "--resume"
+        if not (value or after_resume or word == "--overwrite" or word.startswith("--resume=")):
+            kept.append(word)
+    return kept
 
 
 def _recorded(
@@ -187,11 +102,12 @@ def _recorded(
 ) -> argparse.Namespace:
     """The flags of the run to resume, changed by those in `argv`."""
     folder = _run_folder(args)
-    recorded = recorded_flags(folder) | {"stop_at": None, "overwrite": False}
+    once = ("stop_at", "overwrite", "resume", *INSTEAD)
+    recorded = recorded_flags(folder) | {flag: parser.get_default(flag) for flag in once}
     # A value that the namespace has already is kept unless its flag is given.
-    resumed = parser.parse_args(argv, argparse.Namespace(**recorded))
+    resumed = parser.parse_args(expand(argv, parser), argparse.Namespace(**recorded))
     for flag in FIXED:
-        if (given := getattr(resumed, flag)) != recorded.get(flag):
+        if (given := getattr(resumed, flag)) != recorded.get(flag, parser.get_default(flag)):
             raise ValueError(
                 f"{_named(flag)} {given} differs from {recorded.get(flag)} in {folder}, which a "
                 "resumed run keeps: drop the flag, or start another run"
@@ -205,8 +121,95 @@ def _recorded(
 
 
 def _run_folder(args: argparse.Namespace) -> Path:
-    name = args.name or (Path(args.data[0]).stem if args.data else "tasks")
+    name = args.name or (Path(source_of(args.data[0]).name).stem if args.data else "tasks")
     return Path(args.out or Path("runs") / name)
+
+
+def _of_finished_run(
+    parser: argparse.ArgumentParser, argv: list[str], args: argparse.Namespace
+) -> argparse.Namespace:
+    """For what is done instead of training: the flags of the run in --out, and its export."""
+    folder = _run_folder(args)
+    export = folder / "export"
+    if not export.is_dir():
+        flag = "--chat" if args.chat else "--eval-only"
+        raise ValueError(
+            f"{flag} needs weights: --model DIR, or --out of a run that has finished, or with "
+            f"--resume its last checkpoint ({export} does not exist)"
+        )
+    args = _recorded(parser, argv, args)
+    for flag in ("preset", *SHAPE, *LORA):  # all in the export
+        setattr(args, flag, parser.get_default(flag))
+    args.model = str(export)
+    return args
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    """Defaults that depend on other flags."""
+    if args.lr is None:
+        args.lr = 2e-4 if args.lora_rank else 5e-5 if args.model else 3e-3
+    if args.weight_decay is None:
+        args.weight_decay = 0.01 if args.model else 0.1
+    if args.batch_size is None:
+        args.batch_size = 16 if args.data else 120
+    if args.packing is None:
+        args.packing = bool(args.data)
+    if args.lora_rank and args.lora_alpha is None:
+        args.lora_alpha = 2.0 * args.lora_rank
+    if args.lora_rank and args.lora_targets is None:
+        args.lora_targets = ["wq", "wk", "wv", "wo"]
+    args.keep_best = args.keep_best or args.export_best
+
+
+def _check_purpose(args: argparse.Namespace) -> None:
+    if args.resume and args.overwrite:
+        raise ValueError("--resume continues a run and --overwrite deletes it: give one of them")
+    asked = [_named(flag) for flag in INSTEAD if getattr(args, flag)]
+    if len(asked) > 1:
+        raise ValueError(f"{asked[0]} and {asked[1]} are two things to do: give one of them")
+    if asked and args.overwrite:
+        raise ValueError(f"{asked[0]} trains nothing, so there is nothing to --overwrite: drop it")
+    if args.eval_only and args.model and not args.eval_data:
+        raise ValueError("--eval-only of --model needs --eval-data, files to evaluate on")
+
+
+def _check_optimisation(args: argparse.Namespace) -> None:
+    if args.steps and args.epochs:
+        raise ValueError("--steps and --epochs both say how long to train: give one of them")
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min-lr {args.min_lr} exceeds --lr {args.lr}: lower it")
+    if args.warmup >= 1:
+        raise ValueError(f"--warmup {args.warmup} is a share of the steps: it must be below 1")
+    if args.spike is not None and args.spike <= 1:
+        raise ValueError(f"--spike {args.spike:g} calls usual steps spikes: it must be above 1")
+    if args.top_p > 1:
+        raise ValueError(f"--top-p {args.top_p} is a share of the mass: it must be at most 1")
+    if not args.lora_rank:
+        given = [flag for flag in LORA if getattr(args, flag)]
+        if given:
+            raise ValueError(f"{_named(given[0])} goes with --lora-rank: give both")
+    elif not args.model:
+        raise ValueError("--lora-rank adapts a trained model: give --model")
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    if args.model and (given := [flag for flag in ("preset", *SHAPE) if getattr(args, flag)]):
+        raise ValueError(f"--model fixes the model's shape: drop {_named(given[0])}")
+    if args.data and not (args.tokenizer or args.model):
+        raise ValueError("--data needs --tokenizer, the SentencePiece model of your text")
+    if args.chat:
+        return
+    if args.eval_only:
+        if args.data and not args.eval_data:
+            raise ValueError("--eval-only needs --eval-data, files to evaluate on")
+        return
+    if not args.data and (args.eval_data or args.epochs):
+        given = "--eval-data" if args.eval_data else "--epochs"
+        raise ValueError(f"{given} goes with --data: the made-up tasks evaluate themselves")
+    needs_evaluation = [f for f in ("eval_every", "keep_best") if getattr(args, f)]
+    if needs_evaluation and args.data and not args.eval_data:
+        flag = _named(needs_evaluation[0])
+        raise ValueError(f"{flag} needs --eval-data, files to evaluate on")
 
 
 def _check_engine(args: argparse.Namespace, world_size: int) -> None:
@@ -235,6 +238,14 @@ def _check_batch(args: argparse.Namespace, world_size: int) -> None:
             f"--batch-size {args.batch_size} gives each of {world_size} ranks {share} sequences, "
             f"which --micro-batch {micro_batch} does not divide: use a --batch-size such as "
             f"{-(-args.batch_size // whole) * whole}, or another --micro-batch"
+        )
+
+
+def _check_hsdp(args: argparse.Namespace, world_size: int) -> None:
+    if args.hsdp and world_size % args.hsdp:
+        raise ValueError(
+            f"--hsdp {args.hsdp} does not divide {world_size} ranks into groups that shard: use "
+            "the number of ranks of a node"
         )
 
 

@@ -4,12 +4,13 @@ Every function runs the model equally often on every rank, however its work divi
 model that one rank runs alone waits for the others for ever.
 """
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llama import Tokenizer
@@ -25,29 +26,66 @@ class Question(NamedTuple):
     answer: str
 
 
-def summed_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over the targets that are not -100, in float32.
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards in what it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
-    `tokens` and `targets` are (batch, seq).
+
+def summed_loss(
+    model: nn.Module,
+    tokens: Tensor,
+    targets: Tensor,
+    documents: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """Cross-entropy summed over the targets that are not -100, 0-d, float32 at least.
+
+    `tokens` and `targets` are (batch, seq); `documents` are the lengths of each row's documents,
+    where rows are packed.
     """
-    logits = model(tokens).float().flatten(0, 1)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=NO_LOSS, reduction="sum")
+    return model(tokens, targets=targets, documents=documents).sum()
 
 
 @torch.no_grad()
 def mean_loss(
-    model: nn.Module, examples: Sequence[Example], batch: int, pad_id: int, device: torch.device
+    model: nn.Module,
+    examples: Sequence[Example],
+    batch: int,
+    pad_id: int,
+    device: torch.device,
+    pack_to: int | None = None,
 ) -> float:
-    """Mean loss of a target token over all `examples`; a rank takes `batch` at a time."""
+    """Mean loss of a target token over all `examples`; a rank takes `batch` rows at a time, of one
+    example each or of as many as `pack_to` tokens hold. ValueError where nothing is learnt."""
     rank, world_size = _rank_and_world_size()
     loss_and_targets = torch.zeros(2, dtype=torch.float64, device=device)
-    for tokens, targets in eval_batches(examples, batch, pad_id, rank, world_size):
-        loss = summed_loss(model, tokens.to(device), targets.to(device))
-        loss_and_targets += torch.stack([loss, (targets != NO_LOSS).sum().to(loss)])
+    with without_dropout(model):
+        for part in eval_batches(examples, batch, pad_id, rank, world_size, pack_to):
+            tokens, targets = part.tokens.to(device), part.targets.to(device)
+            loss = summed_loss(model, tokens, targets, part.documents)
+            loss_and_targets += torch.stack([loss, (targets != NO_LOSS).sum().to(loss)])
     if world_size > 1:
         dist.all_reduce(loss_and_targets)
     loss, targets = loss_and_targets.tolist()
+    if targets == 0:
+        raise ValueError(
+            f"none of the {len(examples)} examples to evaluate on has a token that bears loss, so "
+            "there is no mean: evaluate on dialogs with answers, or on texts"
+        )
     return loss / targets
+
+
+def perplexity(loss: float) -> float:
+    """`exp(loss)` of a mean loss in nats: infinity where that is too large for a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def exact_match(
@@ -76,7 +114,8 @@ def answers(
 ) -> list[str]:
     """The likeliest answer to each prompt, as long as asked for or as the model allows."""
     room = model.config.max_seq_len - max(map(len, prompts), default=0)
-    new = generate(model, prompts, min(max_new_tokens, room), eos_id=tokenizer.eos_id)
+    with without_dropout(model):
+        new = generate(model, prompts, min(max_new_tokens, room), eos_id=tokenizer.eos_id)
     return [tokenizer.decode(answer).strip() for answer in new]
 
 

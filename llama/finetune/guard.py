@@ -11,12 +11,12 @@ ENOUGH = 10  # of them, before anything can be called a spike
 class Guard:
     """Judges each step by its loss and gradient norm, which every rank must have alike.
 
-    A step is unfit if either is not finite or, with `spike` above 0, more than `spike` times the
+    A step is unfit if either is not finite or, with `spike`, more than `spike` times the
     median of the last 50 fit steps (once there are 10). `patience` unfit steps in a row are one
     too many: FloatingPointError.
     """
 
-    def __init__(self, patience: int, spike: float = 0.0) -> None:
+    def __init__(self, patience: int, spike: float | None = None) -> None:
         self.patience, self.spike = patience, spike
         self._fit: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._unfit_in_a_row = 0

@@ -1,35 +1,33 @@
-"""What a run trains, on what, and where: made from the flags and checked before it is built."""
+"""What a run does, and where: made from the flags and checked before anything is built."""
 
 import argparse
+import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from llama import LlamaConfig, Tokenizer
-from llama.chat import encode_dialog
-from llama.finetune import tasks
-from llama.finetune.arguments import SHAPE, argv_of_attempt, parse_args
-from llama.finetune.data import Batches, Example, load_jsonl
-from llama.finetune.evaluate import Question
+from llama import LlamaConfig
+from llama.finetune.arguments import argv_of_attempt, parse_args, trains
+from llama.finetune.data import Batches
+from llama.finetune.inputs import Inputs, read_inputs
+from llama.finetune.metrics import Metrics, write_json
 from llama.finetune.processes import launch
-from llama.finetune.report import Metrics, write_json
 from llama.finetune.run_folder import (
     PARTS,
     check_free,
-    check_model_folder,
     check_resumable,
     check_room,
+    is_finished,
     is_summarised,
 )
 
-DATA_SEQ_LEN = 2048  # tokens
-TASK_STEPS, TASK_EXAMPLES, TASK_QUESTIONS = 1200, 150_000, 500
-CHECKPOINT_BYTES = 12  # a parameter: it and AdamW's two moments, in float32
+TASK_STEPS, DATA_EPOCHS = 1200, 3
+STATE_BYTES = 12  # a trained parameter in a checkpoint: it and AdamW's two moments, in float32
 
 
 class Job(NamedTuple):
@@ -38,23 +36,35 @@ class Job(NamedTuple):
     args: argparse.Namespace
     out: Path
     device: torch.device
-    config: LlamaConfig
-    tokenizer: Tokenizer
-    batches: Batches
+    inputs: Inputs
+    batches: Batches | None  # None where nothing is trained
     steps: int  # optimizer steps of the whole run
     micro_batch: int  # sequences a rank takes at once
     save_every: int  # steps between two checkpoints
     keep_last: int | None  # checkpoints; None: all
+    finished: bool  # resumed, but nothing is left to do
     summarised: bool  # resumed at its end for a lost export, which its summary outlived
-    evaluation: list[Example]
-    questions: list[Question]  # with one right answer each, so of the tasks only
-    samples: list[list[int]]  # prompts to answer at the end, as token ids
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The model's shape."""
+        return self.inputs.config
+
+    @property
+    def pack_to(self) -> int | None:
+        """Positions of a row that documents are packed into; None: a row for each document."""
+        return self.inputs.seq_len if self.args.packing else None
 
     def identity(self) -> dict[str, dict[str, Any]]:
         """What a run cannot change: its model, and what the order of its data depends on."""
-        batches = self.batches
-        order = {"examples": len(batches.examples), "batch": batches.global_batch}
-        return {"config": asdict(self.config), "data": order | {"seed": batches.seed}}
+        args, batches = self.args, self.batches
+        lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "targets": args.lora_targets}
+        identity = {"config": asdict(self.config), "lora": lora}
+        if batches:
+            corpus = batches.corpus
+            order = {"examples": len(corpus), "lengths": corpus.digest, "pack_to": self.pack_to}
+            identity["data"] = order | {"batch": batches.global_batch, "seed": batches.seed}
+        return identity
 
     def check_identity(self, saved: dict[str, Any], path: Path) -> None:
         """ValueError if what the checkpoint `path` holds is of another model or order of data."""
@@ -92,82 +102,63 @@ def prepare(
     """
     args = parse_args(argv_of_attempt(argv, steps_saved), world_size)
     device = choose_device(args)
-    if args.model:
-        check_model_folder(args.model)
-    if args.tokenizer and Path(args.tokenizer).is_dir():
-        raise ValueError(f"--tokenizer {args.tokenizer} is a folder: give a file, tokenizer.model")
-    beside = Path(args.model, "tokenizer.model") if args.model else tasks.TOKENIZER_PATH
-    tokenizer = Tokenizer(args.tokenizer or beside)
-    config = choose_model(args, tokenizer)
-    seq_len = args.seq_len or min(DATA_SEQ_LEN, config.max_seq_len)
-    if seq_len > config.max_seq_len:
-        raise ValueError(
-            f"--seq-len {seq_len} exceeds the model's longest sequence, {config.max_seq_len} "
-            "tokens: lower it, or raise --max-seq-len of a model trained from scratch"
+    inputs = read_inputs(args)
+    batches, steps = None, 0
+    if inputs.examples is not None:
+        pack_to = inputs.seq_len if args.packing else None
+        epochs = None if args.steps else args.epochs or (DATA_EPOCHS if args.data else None)
+        batches = Batches(
+            inputs.examples,
+            args.batch_size,
+            args.seed,
+            inputs.tokenizer.pad_id,
+            rank,
+            world_size,
+            pack_to,
+            epochs,
         )
-
-    def read(paths: list[str]) -> list[Example]:
-        return [example for path in paths for example in load_jsonl(path, tokenizer, seq_len)]
-
-    def encode(dialogs: list[tuple[str, list[dict[str, str]]]]) -> list[Example]:
-        return [Example(*encode_dialog(tokenizer, messages)) for _, messages in dialogs]
-
-    def ask(prompt: str) -> list[int]:
-        return encode_dialog(tokenizer, [{"role": "user", "content": prompt}])[0]
-
-    def sample(prompt: str) -> list[int]:
-        try:
-            return ask(prompt)
-        except ValueError as reason:
-            raise ValueError(f"--sample {prompt!r}: {reason}") from None
-
-    if args.data:
-        examples, evaluation, questions = read(args.data), read(args.eval_data or []), []
-        steps = args.steps or max(1, len(examples) * (args.epochs or 3) // args.batch_size)
-        opened = [e.ids[: max(1, e.loss_mask.index(1))] for e in (evaluation or examples)[:3]]
-    else:
-        steps = args.steps or TASK_STEPS
-        examples = encode(tasks.make_dialogs(TASK_EXAMPLES, args.seed, held_out=False))
-        held_out = tasks.make_dialogs(TASK_QUESTIONS, args.seed, held_out=True)
-        evaluation = encode(held_out)
-        questions = [Question(kind, ask(m[0]["content"]), m[1]["content"]) for kind, m in held_out]
-        opened = [question.prompt for question in questions[:10]]
-    samples = [sample(prompt) for prompt in args.sample] if args.sample else opened
-    if max(map(len, samples)) >= config.max_seq_len:
-        raise ValueError(f"a --sample leaves no room for an answer in {config.max_seq_len} tokens")
-    batches = Batches(examples, args.batch_size, args.seed, tokenizer.pad_id, rank, world_size)
-    micro_batch = args.micro_batch or args.batch_size // world_size
-    out = Path(args.out)
+        steps = args.steps or (batches.steps(epochs) if epochs else TASK_STEPS)
     save_every = args.save_every or max(100, -(-steps // 10))
-    keep_last = args.keep_last or (None if args.save_every else 2)
-    summarised = False
-    if args.resume:
-        done = steps_saved(out)
-        check_resumable(out, done, steps, args.stop_at)
-        summarised = done == steps and is_summarised(out, steps)
-    else:
-        check_free(out, args.overwrite)
-        saves = -(-steps // save_every)
-        # With --keep-last, an old one goes only when the next is there.
-        at_once = min(saves, keep_last + 1) if keep_last else saves
-        export_bytes = getattr(torch, args.export_dtype).itemsize
-        check_room(out, config.num_parameters * (at_once * CHECKPOINT_BYTES + export_bytes))
-    return Job(
+    job = Job(
         args,
-        out,
+        Path(args.out),
         device,
-        config,
-        tokenizer,
+        inputs,
         batches,
         steps,
-        micro_batch,
+        args.micro_batch or args.batch_size // world_size,
         save_every,
-        keep_last,
-        summarised,
-        evaluation,
-        questions,
-        samples,
+        args.keep_last or (None if args.save_every or args.save_minutes else 2),
+        finished=False,
+        summarised=False,
     )
+    if args.resume:
+        return _resumed(job, steps_saved(job.out))
+    if trains(args):
+        check_free(job.out, args.overwrite)
+        check_room(job.out, _needed_bytes(job))
+    return job
+
+
+def _resumed(job: Job, done: int | None) -> Job:
+    if not trains(job.args):
+        return job
+    if job.args.resume == "auto" and is_finished(job.out, done, job.steps):
+        return job._replace(finished=True)
+    check_resumable(job.out, done, job.steps, job.args.stop_at)
+    return job._replace(summarised=done == job.steps and is_summarised(job.out, job.steps))
+
+
+def _needed_bytes(job: Job) -> int:
+    """Of a run's folder when it is fullest."""
+    args, config = job.args, job.config
+    saves = math.ceil(job.steps / job.save_every)
+    # With --keep-last, an old one goes only when the next is there.
+    at_once = min(saves, job.keep_last + 1) if job.keep_last else saves
+    state_bytes = at_once * STATE_BYTES + (4 if args.keep_best else 0)
+    if args.lora_rank:  # of adapters, which are no more than rounding
+        state_bytes = 0
+    return config.num_parameters * (state_bytes + getattr(torch, args.export_dtype).itemsize)
 
 
 def choose_device(args: argparse.Namespace) -> torch.device:
@@ -179,24 +170,3 @@ def choose_device(args: argparse.Namespace) -> torch.device:
         raise ValueError(f"--device cuda: local rank {index} has no GPU ({count} found)")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def choose_model(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaConfig:
-    """The model's shape from --model, or --preset and the flags that refine it."""
-    if args.model:
-        config = LlamaConfig.from_hf(args.model)
-    else:
-        shape = {field: getattr(args, flag) for flag, field in SHAPE.items()}
-        if not args.preset:  # a model of one's own takes the text as it is
-            shape["vocab_size"] = args.vocab or tokenizer.vocab_size
-            shape["max_seq_len"] = args.max_seq_len or (DATA_SEQ_LEN if args.data else None)
-        shape["n_kv_heads"] = args.kv_heads or args.heads
-        given = {field: value for field, value in shape.items() if value is not None}
-        config = replace(LlamaConfig.preset(args.preset or "tiny"), **given)
-    if tokenizer.vocab_size > config.vocab_size:
-        remedy = "" if args.model else ", or raise --vocab"
-        raise ValueError(
-            f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} pieces, the model a vocabulary "
-            f"of {config.vocab_size}: use the model's own tokenizer{remedy}"
-        )
-    return config

@@ -6,11 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llama.finetune.metrics import read_metrics
 from llama.finetune.processes import launch, restarts
-from llama.finetune.report import read_metrics
 
 # What `--overwrite` deletes. `config.json`, by which a run's folder is known, is replaced instead.
-PARTS = ("metrics.jsonl", "summary.json", "checkpoints", "export")
+PARTS = (
+    "tensorboard",
+    "metrics.jsonl",
+    "summary.json",
+    "report.html",
+    "checkpoints",
+    "best",
+    "export",
+    "adapter",
+)
 
 
 def is_run(folder: Path) -> bool:
@@ -91,8 +100,7 @@ def check_resumable(out: Path, done: int | None, steps: int, stop_at: int | None
             f"{out} has done {done} steps, more than the {steps} of this run: give a larger "
             "--steps or --epochs"
         )
-    finished = done == steps and is_summarised(out, steps) and (out / "export").is_dir()
-    if finished and not is_restart(out):  # a rank may die when all is done
+    if is_finished(out, done, steps) and not is_restart(out):  # a rank may die when all is done
         raise ValueError(
             f"{out} is finished ({done} of {steps} steps): give a larger --steps or --epochs to "
             "train on"
@@ -117,6 +125,11 @@ def check_room(out: Path, needed_bytes: int) -> None:
             f"{free_bytes:,} are free there: make room, choose another --out, or keep fewer "
             "checkpoints with --keep-last"
         )
+
+
+def is_finished(out: Path, done: int | None, steps: int) -> bool:
+    """Whether the run in `out`, saved last after `done` steps, has nothing left to do."""
+    return done == steps and is_summarised(out, steps) and (out / "export").is_dir()
 
 
 def is_summarised(out: Path, steps: int) -> bool:

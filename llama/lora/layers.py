@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llama.head import NO_LOSS, Head
+from llama.head import Head, chunks_of, with_target
 
 
 class LoRALinear(nn.Linear):
@@ -62,18 +62,24 @@ class LoRAHead(LoRALinear, Head):
         if self.merged:
             return Head.forward(self, x, targets)
         wide = torch.promote_types(x.dtype, torch.float32)
-        rows = max(1, self.chunk_bytes // (self.out_features * wide.itemsize))
-        pieces = list(zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True))
-        if len(pieces) == 1:
-            losses = [self._losses(*pieces[0])]
-        else:  # backward computes each piece's logits again
-            losses = [checkpoint(self._losses, *piece, use_reentrant=False) for piece in pieces]
-        return torch.cat(losses).view(targets.shape)
+        rows_at_once = max(1, self.chunk_bytes // (self.out_features * wide.itemsize))
+        x, flat = x.flatten(0, -2), targets.flatten()
+        chosen = with_target(flat)
+        chunks = chunks_of(len(chosen), rows_at_once) or [slice(0, 0)]  # one for the engine's sake
+        losses = torch.zeros(len(flat), dtype=wide, device=x.device)
+        for rows in chunks:
+            piece = x[chosen[rows]], flat[chosen[rows]]
+            if len(chunks) == 1:
+                loss = self._losses(*piece)
+            else:  # backward computes the logits again
+                loss = checkpoint(self._losses, *piece, use_reentrant=False)
+            losses = losses.index_copy(0, chosen[rows], loss)
+        return losses.view(targets.shape)
 
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = super().forward(x).to(wide)
-        return F.cross_entropy(logits, targets, ignore_index=NO_LOSS, reduction="none")
+        return F.cross_entropy(logits, targets, reduction="none")
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
