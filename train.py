@@ -38,7 +38,7 @@ from llama import Llama
 from llama.finetune.arguments import trains
 from llama.finetune.evaluate import answers, exact_match, mean_loss, perplexity, summed_loss
 from llama.finetune.guard import Guard
-from llama.finetune.job import Job, prepare
+from llama.finetune.job import Job, prepare, read_flags
 from llama.finetune.memory import PeakMemory
 from llama.finetune.metrics import describe
 from llama.finetune.older_engines import bare, llama_in, no_sync, shard_flat
@@ -407,19 +407,18 @@ def instead_of_training(model: nn.Module, job: Job) -> None:
 def run(started: float) -> None:
     """Do the job that the flags describe."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    job = everywhere(lambda: prepare(sys.argv[1:], rank, world_size, steps_saved))
-    args = job.args
-    if rank == 0:
-        announce(job)
-    if args.show_sample or job.finished:
-        return
+    args = everywhere(lambda: read_flags(sys.argv[1:], world_size, steps_saved))
     with Watchdog(args.hang_timeout) as watchdog:
+        watchdog.at(0, "reading data", patience_seconds=math.inf)
+        job = everywhere(lambda: prepare(args, rank, world_size, steps_saved))
+        if rank == 0:
+            announce(job)
+        if args.show_sample or job.finished:
+            return
         watchdog.at(0, "loading", patience_seconds=math.inf)
         model = everywhere(lambda: build(job))
-        optimizer, guard = (
-            make_optimizer(model, args),
-            Guard(args.skip_bad_steps, args.spike),
-        )
+        optimizer = make_optimizer(model, args)
+        guard = Guard(args.skip_bad_steps, args.spike)
         resumed = everywhere(lambda: resume(model, optimizer, job, guard)) if args.resume else 0
         if not trains(args):
             watchdog.at(resumed, "answering", patience_seconds=math.inf)

@@ -144,6 +144,15 @@ def test_a_files_hash_is_noted_only_once_its_time_of_change_is_past(tmp_path, mo
     assert len(entries(tmp_path / "cache")) == 1
 
 
+def test_a_large_file_that_is_new_is_waited_for_and_then_its_hash_noted(tmp_path, monkeypatch):
+    path, tokenizer = write(tmp_path / "a.jsonl", 5), Tokenizer(TOKENIZER_PATH)
+    monkeypatch.setattr(cache, "LARGE_BYTES", path.stat().st_size)
+    monkeypatch.setattr(cache, "SETTLED_NS", 4 * 10**8)
+    load([write(path, 5)], tokenizer, 64, cache_dir=tmp_path / "cache")
+    assert len(list((tmp_path / "cache" / "hashes").iterdir())) == 1
+    assert time.time_ns() - path.stat().st_ctime_ns > 4 * 10**8
+
+
 @pytest.mark.parametrize("name", ["ids.bin", "learnt.bin", "offsets.bin", "about.json"])
 @pytest.mark.parametrize("damage", ["cut", "remove"])
 def test_an_entry_that_is_cut_short_or_lacks_a_file_is_made_anew(tmp_path, log, name, damage):
@@ -176,6 +185,22 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, log):
         load([path], Meddling(log), 64, cache_dir=tmp_path / "cache")
     assert entries(tmp_path / "cache") == []
     assert len(load([path], CountingTokenizer(log), 64, cache_dir=tmp_path / "cache")) == 6
+
+
+def test_a_file_that_changes_between_its_hash_and_its_tokens_is_refused(tmp_path, monkeypatch):
+    path, tokenizer = write(tmp_path / "a.jsonl", 5), Tokenizer(TOKENIZER_PATH)
+    original = cache._sha256
+
+    def hash_then_change(*args):
+        digest = original(*args)
+        time.sleep(0.02)
+        write(path, 6)
+        return digest
+
+    monkeypatch.setattr(cache, "_sha256", hash_then_change)
+    with pytest.raises(ValueError, match=r"a.jsonl: the file changed while it was read"):
+        load([path], tokenizer, 64, cache_dir=tmp_path / "cache")
+    assert entries(tmp_path / "cache") == []
 
 
 def test_a_cache_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path, log):
@@ -274,12 +299,12 @@ def test_tokenising_takes_memory_by_the_batch_and_not_by_the_file(tmp_path, monk
     line = json.dumps({"text": "ab" * 500}) + "\n"
     for suffix, content in (("jsonl", line), ("txt", "ab" * 500 + "\n")):
         path = tmp_path / f"long.{suffix}"
-        path.write_text(content * 300)
+        path.write_text(content * 100)
         tracemalloc.start()
         load([path], tokenizer, 4096)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 290_000, suffix  # bytes; the file's ids alone would take 600,000
+        assert peak < 290_000, suffix  # bytes; a list of the file's ids would take 800,000
 
 
 def test_small_arrays_are_read_and_large_ones_mapped(tmp_path):
@@ -290,3 +315,21 @@ def test_small_arrays_are_read_and_large_ones_mapped(tmp_path):
         while isinstance(ids.base, np.ndarray):
             ids = ids.base
         assert type(ids) is kind
+
+
+def test_what_a_refused_document_has_written_is_not_kept(tmp_path):
+    writer = store.Writer(tmp_path / "store", 300)
+    writer.extend([1, 2, 3])
+    writer.end_text(1)
+    writer.extend([4, 5, 6, 7])
+    writer.refuse(2, "no")
+    writer.add(3, [8, 9], [0, 1])
+    writer.extend([10])
+    writer.refuse(4, "no")
+    writer.finish()
+    found = store.open_store(tmp_path / "store")
+    assert found.ids.tolist() == [1, 2, 3, 8, 9]
+    assert found.learnt.tolist() == [0, 1]
+    assert found.offsets.tolist() == [0, 3, 5]
+    assert found.lines.tolist() == [1, 3]
+    assert found.refused == [(2, "no"), (4, "no")]

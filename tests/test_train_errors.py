@@ -10,7 +10,7 @@ import pytest
 from test_train import load_train
 
 from llama.finetune.flags import build_parser
-from llama.finetune.job import Job, prepare
+from llama.finetune.job import Job, prepare, read_flags
 from llama.finetune.tasks import TOKENIZER_PATH
 from minifsdp import checkpoint
 
@@ -51,7 +51,9 @@ def pretend_checkpoint(out: Path, step: int) -> None:
 
 def checked(flags: str | list[str], world_size: int = 1) -> Job:
     flags = flags.split() if isinstance(flags, str) else flags
-    return prepare(["--device", "cpu", *flags], 0, world_size, load_train().steps_saved)
+    steps_saved = load_train().steps_saved
+    args = read_flags(["--device", "cpu", *flags], world_size, steps_saved)
+    return prepare(args, 0, world_size, steps_saved)
 
 
 def files_in(folder: Path) -> list[Path]:

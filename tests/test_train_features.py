@@ -75,9 +75,9 @@ def test_an_epoch_has_every_document_once_though_the_last_step_is_short(
     run = Run(tmp_path / "run")
     run_ranks(2, train_in_pool, run.out, [*data, *MODEL, *FEW, "--epochs", "2", packing])
     train = load_train()
-    job = train.prepare(
-        [*data, *MODEL, *FEW, "--out", str(tmp_path / "other")], 0, 1, train.steps_saved
-    )
+    flags = [*data, *MODEL, *FEW, "--out", str(tmp_path / "other")]
+    args = train.read_flags(flags, 1, train.steps_saved)
+    job = train.prepare(args, 0, 1, train.steps_saved)
     positions = sum(max(1, len(example.ids) - 1) for example in job.inputs.examples)
     assert sum(line["tokens"] for line in steps_of(run)) == 2 * positions
 

@@ -93,14 +93,23 @@ class Job(NamedTuple):
         return Metrics(self.out / "metrics.jsonl", steps_done if self.args.resume else None)
 
 
-def prepare(
-    argv: list[str], rank: int, world_size: int, steps_saved: Callable[[Path], int | None]
-) -> Job:
-    """Read flags and data; ValueError or OSError for what cannot be run, naming the remedy.
+def read_flags(
+    argv: list[str], world_size: int, steps_saved: Callable[[Path], int | None]
+) -> argparse.Namespace:
+    """The flags, checked; ValueError or OSError for what cannot be run, naming the remedy.
 
     `steps_saved` tells the steps up to the last checkpoint in a run folder; None: it has none.
     """
-    args = parse_args(argv_of_attempt(argv, steps_saved), world_size)
+    return parse_args(argv_of_attempt(argv, steps_saved), world_size)
+
+
+def prepare(
+    args: argparse.Namespace,
+    rank: int,
+    world_size: int,
+    steps_saved: Callable[[Path], int | None],
+) -> Job:
+    """What the flags ask for, its data read; errors and `steps_saved` as with `read_flags`."""
     device = choose_device(args)
     inputs = read_inputs(args)
     batches, steps = None, 0

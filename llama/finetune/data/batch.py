@@ -11,7 +11,7 @@ from llama.finetune.data.corpus import Example
 from llama.head import NO_LOSS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """`tokens` and `targets`, both (batch, seq) int64, right-padded.
 

@@ -8,7 +8,8 @@ finds it, and one that is killed leaves only what the next holder of the lock cl
 with their holder (flock). What a store was made of is noted by the file's device, inode, size and
 times of change, so that a large file is read once more only if it was touched. The time of change
 of its inode is among them: no program sets that one back. Where it is too recent, a second change
-could carry the same time, and nothing is noted. The folder may be deleted whenever no run starts.
+could carry the same time, and nothing is noted, unless the file is so large that it is waited for.
+The folder may be deleted whenever no run starts.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ from llama.tokenizer import Tokenizer
 
 FORMAT = 1  # to be raised whenever the same file would give another store
 SETTLED_NS = 2 * 10**9  # of the coarsest clocks that file systems have
+LARGE_BYTES = 2**30  # of a file that takes longer to read again than to settle
 
 
 def tokenised(path: Path, tokenizer: Tokenizer, template: str, cache_dir: Path | None) -> Store:
@@ -36,10 +38,12 @@ def tokenised(path: Path, tokenizer: Tokenizer, template: str, cache_dir: Path |
     Without a cache it is made anew, in a temporary folder that is gone when this returns. Raises
     ValueError for a file that changes while it is read.
     """
+    state = _state(path)
     if cache_dir is None:
         with tempfile.TemporaryDirectory(prefix="tokens-") as folder:
-            return _write(path, tokenizer, template, Path(folder, "store"))
-    made_of = (FORMAT, path.suffix.lower(), _sha256(path, cache_dir), tokenizer.sha256, template)
+            return _write(path, state, tokenizer, template, Path(folder, "store"))
+    content = _sha256(path, state, cache_dir)
+    made_of = (FORMAT, path.suffix.lower(), content, tokenizer.sha256, template)
     name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:40]
     folder = cache_dir / name
     store = open_store(folder)
@@ -53,7 +57,7 @@ def tokenised(path: Path, tokenizer: Tokenizer, template: str, cache_dir: Path |
             shutil.rmtree(left, ignore_errors=True)
         aside = cache_dir / f"{name}.{os.getpid()}"
         try:
-            _write(path, tokenizer, template, aside)
+            _write(path, state, tokenizer, template, aside)
             aside.rename(folder)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -85,22 +89,22 @@ def check_cache(cache_dir: Path) -> None:
         ) from None
 
 
-def _write(path: Path, tokenizer: Tokenizer, template: str, folder: Path) -> Store:
-    before = _state(path)
+def _write(
+    path: Path, state: tuple[int, ...], tokenizer: Tokenizer, template: str, folder: Path
+) -> Store:
     writer = Writer(folder, tokenizer.vocab_size)
     with contextlib.closing(writer):
         read(path, writer, tokenizer, template, threads=_cores())
         writer.finish()
-    _check_unchanged(path, before)
+    _check_unchanged(path, state)  # since it was hashed
     store = open_store(folder)
     if store is None:
         raise RuntimeError(f"{folder}: what was just written there is gone or cut short")
     return store
 
 
-def _sha256(path: Path, cache_dir: Path) -> str:
+def _sha256(path: Path, state: tuple[int, ...], cache_dir: Path) -> str:
     """SHA-256 of a file's content, from a note where there is one."""
-    state = _state(path)
     name = "-".join(map(str, state))
     note = cache_dir / "hashes" / name
     digest = _read_note(note)
@@ -110,6 +114,9 @@ def _sha256(path: Path, cache_dir: Path) -> str:
         digest = _read_note(note)  # another may have left it meanwhile
         if digest is not None:
             return digest
+        recent_ns = SETTLED_NS - (time.time_ns() - state[-1])
+        if state[2] >= LARGE_BYTES and recent_ns > 0:  # or every rank would have to read it
+            time.sleep(min(recent_ns + 1, SETTLED_NS) / 1e9)
         began = time.time_ns()
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -137,8 +144,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _check_unchanged(path: Path, before: tuple[int, ...]) -> None:
-    if _state(path) != before:
+def _check_unchanged(path: Path, state: tuple[int, ...]) -> None:
+    if _state(path) != state:
         raise ValueError(f"{path}: the file changed while it was read: start again")
 
 
