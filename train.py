@@ -153,6 +153,21 @@ def clip(model: nn.Module, job: Job) -> float:
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
 
+class Run(NamedTuple):
+    """What takes part in every step."""
+
+    job: Job
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    guard: Guard
+    watchdog: Watchdog
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long ranks wait for one that loads, saves or exports."""
+        return 10 * self.job.args.hang_timeout or math.inf
+
+
 class Wishes(NamedTuple):
     """What a rank would have all do after a step; all do what any wishes."""
 
@@ -160,33 +175,32 @@ class Wishes(NamedTuple):
     save: bool  # --save-minutes went by
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    job: Job,
-    step: int,
-    guard: Guard,
-    wishes: Wishes,
-) -> tuple[dict[str, Any], Wishes]:
-    """Do optimizer step `step`, counted from 0, unless `guard` finds it unfit.
+def train_step(run: Run, step: int, wishes: Wishes) -> tuple[dict[str, Any], Wishes]:
+    """Do optimizer step `step`, counted from 0, unless the guard finds it unfit.
 
     Returns what there is to log, and what any rank wishes.
     """
-    args, world_size = job.args, dist.get_world_size()
+    job, args, world_size = run.job, run.job.args, dist.get_world_size()
+    run.watchdog.at(step + 1, "reading data")
     targets_in_step = job.batches.size(step).targets
     sums = torch.tensor([0.0, *wishes], dtype=torch.float64, device=job.device)
     parts = job.batches.batch(step).split(job.micro_batch)
     for number, part in enumerate(parts, start=1):
         tokens, targets = part.tokens.to(job.device), part.targets.to(job.device)
-        with micro_step(model, job, last=number == len(parts)):
-            loss_sum = summed_loss(model, tokens, targets, part.documents)
+        with micro_step(run.model, job, last=number == len(parts)):
+            run.watchdog.at(step + 1, "forward")
+            loss_sum = summed_loss(run.model, tokens, targets, part.documents)
+            run.watchdog.at(step + 1, "backward")
             # Engines average over ranks; the mean is over the targets of all ranks and parts.
             (loss_sum * (world_size / targets_in_step)).backward()
         sums[0] += loss_sum.detach()
+    run.watchdog.at(step + 1, "adding losses up")
     dist.all_reduce(sums)
     loss_total, *wished = sums.tolist()
-    loss, norm = loss_total / targets_in_step, clip(model, job)
-    unfit = guard.judge(step + 1, loss, norm)
+    run.watchdog.at(step + 1, "clipping")
+    loss, norm = loss_total / targets_in_step, clip(run.model, job)
+    unfit = run.guard.judge(step + 1, loss, norm)
+    run.watchdog.at(step + 1, "stepping")
     lr = lr_at(
         step,
         total_steps=job.steps,
@@ -195,11 +209,11 @@ def train_step(
         min_lr=args.min_lr,
         curve=args.schedule,
     )
-    for group in optimizer.param_groups:
+    for group in run.optimizer.param_groups:
         group["lr"] = lr
     if unfit is None:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+        run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
     logged = {"loss": loss, "lr": lr, "grad_norm": norm} | ({"skipped": unfit} if unfit else {})
     return logged, Wishes(*(wish > 0 for wish in wished))
 
@@ -210,27 +224,24 @@ def model_state(model: nn.Module, job: Job) -> dict[str, Any]:
     return torch_state.get_model_state_dict(model, options=options)
 
 
-def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, step: int, guard: Guard
-) -> dict[str, Any]:
+def state_of(run: Run, step: int) -> dict[str, Any]:
     """What a checkpoint holds; `step` counts the steps done.
 
     Learning rate and data follow from it: what else is said of them is which curve and which order.
     """
-    args = job.args
+    job, args = run.job, run.job.args
     curve = {"curve": args.schedule, "steps": job.steps, "warmup": args.warmup}
     return job.identity() | {
-        "model": model_state(model, job),
-        "optimizer": torch_state.get_optimizer_state_dict(model, optimizer),
+        "model": model_state(run.model, job),
+        "optimizer": torch_state.get_optimizer_state_dict(run.model, run.optimizer),
         "scheduler": curve | {"lr": args.lr, "min": args.min_lr},
-        "guard": guard.state(),
+        "guard": run.guard.state(),
         "rng": checkpoint.rng_states(),
         "step": step,
-        "next_example": step * args.batch_size,
     }
 
 
-def resume(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, guard: Guard) -> int:
+def resume(run: Run) -> int:
     """Load the last checkpoint that is whole and return the number of steps done."""
 
     def tell(damaged: checkpoint.DamagedError) -> None:
@@ -238,15 +249,15 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, guard: 
             about = f"checkpoint {damaged.path} is damaged ({damaged.reason})"
             print(f"train.py: {about}: going on from the one before it", file=sys.stderr)
 
-    decays = [group["weight_decay"] for group in optimizer.param_groups]
-    state = state_of(model, optimizer, job, 0, guard)
-    path = checkpoint.load(job.out / "checkpoints", state, on_damaged=tell)
-    job.check_identity(state, path)
-    put_weights(model, state["model"])
-    torch_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+    decays = [group["weight_decay"] for group in run.optimizer.param_groups]
+    state = state_of(run, 0)
+    path = checkpoint.load(run.job.out / "checkpoints", state, on_damaged=tell)
+    run.job.check_identity(state, path)
+    put_weights(run.model, state["model"])
+    torch_state.set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
+    for group, decay in zip(run.optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay  # the flag's, which may have been given anew
-    guard.restore(state["guard"])
+    run.guard.restore(state["guard"])
     checkpoint.restore_rng(state["rng"])
     return state["step"]
 
@@ -267,58 +278,53 @@ def steps_saved(out: Path) -> int | None:
 class Best:
     """The weights that evaluated best so far, kept in OUT/best."""
 
-    def __init__(self, model: nn.Module, job: Job, steps_done: int) -> None:
-        self.model, self.job, self.folder = model, job, job.out / "best"
+    def __init__(self, run: Run, steps_done: int) -> None:
+        self.run, self.folder = run, run.job.out / "best"
         last = checkpoint.latest(self.folder)
         if last and checkpoint.step_of(last) > steps_done and dist.get_rank() == 0:
             shutil.rmtree(self.folder)  # of steps that are yet to be done again
         dist.barrier()
-        self.loss = self.load()["loss"] if checkpoint.latest(self.folder) else math.inf
+        self.loss = math.inf
+        if checkpoint.latest(self.folder):
+            self.loss = self.load()["loss"]
 
-    def offer(self, step: int, loss: float) -> None:
+    def offer(self, step: int, loss: float | None) -> None:
         """Keep the weights after `step` steps if none evaluated better."""
-        if loss < self.loss:
-            self.loss, weights = loss, model_state(self.model, self.job)
+        if loss is not None and loss < self.loss:
+            self.loss, weights = loss, model_state(self.run.model, self.run.job)
             checkpoint.save(self.folder, step, {"model": weights, "loss": loss}, keep_last=1)
 
     def load(self) -> dict[str, Any]:
         """What is kept: the weights, as `put_weights` takes them, and their loss."""
-        like = {name: torch.empty_like(w) for name, w in model_state(self.model, self.job).items()}
-        state = {"model": like, "loss": math.inf}
+        weights = model_state(self.run.model, self.run.job)
+        state = {"model": {k: torch.empty_like(v) for k, v in weights.items()}, "loss": math.inf}
         checkpoint.load(self.folder, state)
         return state
 
 
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    job: Job,
-    guard: Guard,
-    steps_done: int,
-    ending: Termination,
-    watchdog: Watchdog,
-) -> Trained:
+def train(run: Run, steps_done: int, ending: Termination) -> Trained:
     """Train on from `steps_done`, logging, evaluating and saving as the flags say.
 
     Once a rank is asked to end, all save and stop after the step that they are in.
     """
-    args, memory = job.args, PeakMemory(job.device)
+    job, args, memory = run.job, run.job.args, PeakMemory(run.job.device)
     first, world_size = dist.get_rank() == 0, dist.get_world_size()
     metrics = everywhere(lambda: job.open_folder(steps_done, world_size) if first else None)
-    best = Best(model, job, steps_done) if args.keep_best else None
+    best = Best(run, steps_done) if args.keep_best else None
     end = min(args.stop_at or job.steps, job.steps)
     measured = min(steps_done + WARM_UP_STEPS, end)
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    with Progress(job, model, steps_done, metrics) as progress, contextlib.closing(memory):
-        evaluated = evaluate(model, job, progress, steps_done, watchdog)
-        memory.start([*model.parameters(), *moments])
+    moments = [t for state in run.optimizer.state.values() for t in state.values()]
+    with Progress(job, run.model, steps_done, metrics) as progress, contextlib.closing(memory):
+        evaluated = evaluate(run, progress, steps_done)
+        if best and steps_done:  # a run may have been stopped between saving and evaluating
+            best.offer(steps_done, evaluated)
+        memory.start([*run.model.parameters(), *moments])
         saved_at = time.monotonic()
         for step in range(steps_done, end):
-            watchdog.at(step + 1, "training")
             began = time.perf_counter()
             overdue = time.monotonic() - saved_at > 60 * (args.save_minutes or math.inf)
             wishes = Wishes(end=ending.asked, save=first and overdue)
-            logged, wished = train_step(model, optimizer, job, step, guard, wishes)
+            logged, wished = train_step(run, step, wishes)
             steps_done, size = step + 1, job.batches.size(step)
             work = Work(size.tokens, size.squares, time.perf_counter() - began)
             progress.step(steps_done, logged, work)
@@ -326,32 +332,31 @@ def train(
                 memory.close()
             due = steps_done == end or steps_done % job.save_every == 0
             if due or wished.save or wished.end:
-                watchdog.at(steps_done, "saving", patience_seconds=math.inf)
-                state = state_of(model, optimizer, job, steps_done, guard)
-                folder, behind = job.out / "checkpoints", args.async_checkpoint
-                checkpoint.save(folder, steps_done, state, behind, job.keep_last)
+                run.watchdog.at(steps_done, "saving", run.patience_seconds)
+                folder, state = job.out / "checkpoints", state_of(run, steps_done)
+                checkpoint.save(folder, steps_done, state, args.async_checkpoint, job.keep_last)
                 saved_at = time.monotonic()
             if wished.end and steps_done < end:
                 break
             if steps_done == end or (args.eval_every and steps_done % args.eval_every == 0):
-                evaluated = evaluate(model, job, progress, steps_done, watchdog)
-                if best and evaluated is not None:
+                evaluated = evaluate(run, progress, steps_done)
+                if best:
                     best.offer(steps_done, evaluated)
+        run.watchdog.at(steps_done, "saving", run.patience_seconds)
         checkpoint.wait()
         return progress.measured(steps_done, evaluated, memory.peak_bytes)
 
 
-def evaluate(
-    model: nn.Module, job: Job, progress: Progress, step: int, watchdog: Watchdog
-) -> float | None:
+def evaluate(run: Run, progress: Progress, step: int) -> float | None:
     """Mean loss of a target token of --eval-data, logged with answers to --sample; None without."""
+    job = run.job
     if job.inputs.evaluation is None:
         return None
-    watchdog.at(step, "evaluating", patience_seconds=math.inf)
-    loss = eval_loss(model, job)
+    run.watchdog.at(step, "evaluating")
+    loss = eval_loss(run.model, job)
     progress.log(step, eval_loss=loss, eval_perplexity=perplexity(loss))
     if job.args.sample:
-        said = answers(model, job.inputs.tokenizer, job.inputs.samples, job.args.max_new_tokens)
+        said = answers(run.model, job.inputs.tokenizer, job.inputs.samples, job.args.max_new_tokens)
         for prompt, answer in zip(job.args.sample, said, strict=True):
             progress.log(step, prompt=prompt, answer=answer)
     return loss
@@ -367,18 +372,25 @@ def eval_loss(model: nn.Module, job: Job) -> float:
 # ---- The end --------------------------------------------------------------------------------
 
 
-def export(model: nn.Module, job: Job) -> None:
-    """Write the model in Hugging Face layout; adapters also alone, in peft's."""
-    folder, adapter, first = job.out / "export", job.out / "adapter", dist.get_rank() == 0
+def export(run: Run) -> None:
+    """Write the model in Hugging Face layout, adapters merged in, and those as peft does."""
+    job, first = run.job, dist.get_rank() == 0
+    if job.args.export_best:
+        best = Best(run, job.steps)
+        if best.loss < math.inf:
+            put_weights(run.model, best.load()["model"])
+        elif first:
+            print("train.py: no evaluation was finite: the last weights go out", file=sys.stderr)
+    folder, adapter = job.out / "export", job.out / "adapter"
     if first:  # of a run that was trained on after its end
         for old in (folder, adapter):
             shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
-    whole = bare(model, job)
-    if job.args.lora_rank:
-        save_peft(whole, adapter, job.args.model)
-        merge(whole)
+    whole = bare(run.model, job)
     if first or job.args.engine in ("minifsdp", "fsdp2"):
+        if job.args.lora_rank:
+            save_peft(whole, adapter, job.args.model)
+            merge(whole)
         dtype = getattr(torch, job.args.export_dtype)
         save_hf(whole, folder, dtype=dtype, tokenizer_path=job.inputs.tokenizer.path)
 
@@ -404,40 +416,39 @@ def instead_of_training(model: nn.Module, job: Job) -> None:
         print(*describe(score), sep="\n")
 
 
-def run(started: float) -> None:
-    """Do the job that the flags describe."""
+def do(started: float) -> None:
+    """Do what the flags describe."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     args = everywhere(lambda: read_flags(sys.argv[1:], world_size, steps_saved))
     with Watchdog(args.hang_timeout) as watchdog:
-        watchdog.at(0, "reading data", patience_seconds=math.inf)
+        watchdog.at(0, "reading data", math.inf)  # one rank may tokenise for all
         job = everywhere(lambda: prepare(args, rank, world_size, steps_saved))
         if rank == 0:
             announce(job)
         if args.show_sample or job.finished:
             return
-        watchdog.at(0, "loading", patience_seconds=math.inf)
-        model = everywhere(lambda: build(job))
-        optimizer = make_optimizer(model, args)
+        watchdog.at(0, "loading", 10 * args.hang_timeout or math.inf)
+        model = everywhere(lambda: build(job), lambda: watchdog.at(0, "loaded"))
         guard = Guard(args.skip_bad_steps, args.spike)
-        resumed = everywhere(lambda: resume(model, optimizer, job, guard)) if args.resume else 0
+        run = Run(job, model, make_optimizer(model, args), guard, watchdog)
+        resumed = everywhere(lambda: resume(run)) if args.resume else 0
         if not trains(args):
-            watchdog.at(resumed, "answering", patience_seconds=math.inf)
+            watchdog.at(resumed, "answering", math.inf)  # people may think
             instead_of_training(llama_in(model, job), job)
             return
-        job = job._replace(summarised=job.summarised and resumed == job.steps)
+        run = run._replace(job=job._replace(summarised=job.summarised and resumed == job.steps))
         with Termination() as ending:
-            trained = train(model, optimizer, job, guard, resumed, ending, watchdog)
+            trained = train(run, resumed, ending)
         if trained.steps < job.steps:
             if rank == 0:
                 done = f"stopped after step {trained.steps} of {job.steps}"
                 print(f"{done}: --resume goes on from there")
             return
-        watchdog.at(job.steps, "exporting", patience_seconds=math.inf)
-        if args.export_best:
-            put_weights(model, Best(model, job, job.steps).load()["model"])
-        export(model, job)
-        if not job.summarised:
-            sum_up(llama_in(model, job), job, trained, started)
+        watchdog.at(job.steps, "exporting", run.patience_seconds)
+        export(run)
+        if not run.job.summarised:
+            watchdog.at(job.steps, "summing up")
+            sum_up(llama_in(model, job), run.job, trained, started)
         if rank == 0:
             print(f"export: {job.out / 'export'}")
 
@@ -446,7 +457,7 @@ def main() -> None:
     started = time.perf_counter()
     connect()
     try:
-        run(started)
+        do(started)
     except (FloatingPointError, checkpoint.SaveError) as reason:  # which every rank met
         leave(1, str(reason))
     finally:

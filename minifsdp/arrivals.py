@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 _STILL_FACTOR = 10  # how much longer than one rank may be late, all may stand still
 _MOST_STACKS, _MOST_PLACES = 4, 4  # in a report
-Place = tuple[int, int, int]
+Place = tuple[int, int, int, bool]
 
 
 class Status(NamedTuple):
@@ -29,8 +29,8 @@ class Status(NamedTuple):
 
     beat: int = 0
     """Grows with every word of it."""
-    place: Place = (0, 0, 0)
-    """Steps passed, phases of that step, events of that phase."""
+    place: Place = (0, 0, 0, False)
+    """Steps passed, phases of that step, events of that phase, whether it waits for others."""
     where: str = "nowhere"
     patience_seconds: float | None = None
     """How long others may wait for it in this phase; None: the usual timeout."""

@@ -11,7 +11,8 @@ class Event(NamedTuple):
     """One thing a unit did."""
 
     kind: str
-    """all_gather, unshard, reshard, forward, backward, reduce_scatter, all_reduce, reduced"""
+    """all_gather, unshard, reshard, forward, backward, reduce_scatter, all_reduce, reduced,
+    written (this rank's part of a checkpoint)"""
     unit: str
     """The unit's name: its module's path below the root, or "root"."""
     nbytes: int = 0

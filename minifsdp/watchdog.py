@@ -25,15 +25,17 @@ import time
 import traceback
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 
 import torch.distributed as dist
 
-from . import events
+from . import collectives, events
 from .arrivals import Arrivals, Status, Verdict
 
 EXIT_CODE = 85
 """Of processes that a watchdog ends; neither Python nor shells nor sysexits.h use it."""
 _VERDICT, _TOLD = "verdict", "told"
+_COLLECTIVES = tuple(str(Path(module.__file__).parent) + os.sep for module in (dist, collectives))
 _SPEAK_SECONDS = 2.0  # for printing, and for a last word to the store
 _entered = count()  # watchdogs of this process
 
@@ -182,10 +184,15 @@ class Watchdog:
         except RuntimeError as error:  # the store has gone: the guard tells
             self._trouble = str(error).partition("\n")[0]
 
+    def _waits(self) -> bool:
+        """Whether the watched thread is in a collective, as far as its innermost call tells."""
+        frame = sys._current_frames().get(self._watched)
+        return frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES)
+
     def _exchange(self) -> None:
         """Say where this rank is, and hear it of all that have ever said so."""
         here, end = self._here, self._end
-        place = here.steps, here.phases, here.events
+        place = here.steps, here.phases, here.events, self._waits()
         mine = self._beat + 1, place, here.where(), here.patience_seconds, end, self._process
         self._store.set(str(self._rank), json.dumps(mine))
         known = [r for r, s in enumerate(self._statuses) if s.beat or self._store.check([str(r)])]

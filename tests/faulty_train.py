@@ -101,12 +101,12 @@ class Fault:
     # ---- While training ---------------------------------------------------------------------
 
     def train_step(self, original: Any) -> Any:
-        def step_then_maybe_die(model: Any, optimizer: Any, job: Any, step: int, *more: Any) -> Any:
+        def step_then_maybe_die(run: Any, step: int, wishes: Any) -> Any:
             if step + 1 == self.step and self.wanted in ("training", "random"):
                 threading.Timer(self.delay, self.die).start()
             if step + 1 == self.step and self.wanted == "disk full":
-                fill(job.out)
-            return original(model, optimizer, job, step, *more)
+                fill(run.job.out)
+            return original(run, step, wishes)
 
         return step_then_maybe_die
 

@@ -89,7 +89,7 @@ def train_in_pool(out: Path, flags: list[str]) -> None:
     """Run on this rank of a process group that is there already."""
     train = load_train()
     sys.argv[1:] = ["--device", "cpu", "--hang-timeout", "0", "--out", str(out), *flags]
-    train.run(time.perf_counter())
+    train.do(time.perf_counter())
 
 
 def write_dialogs(folder: Path) -> list[str]:

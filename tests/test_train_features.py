@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train import MODEL, STEPS, Run, launch, load_train, train_in_pool, write_dialogs
+from test_train import MODEL, STEPS, TRAIN, Run, launch, load_train, train_in_pool, write_dialogs
 from torch.distributed.checkpoint import FileSystemReader
 
 from llama.finetune.metrics import read_metrics
@@ -283,3 +284,97 @@ def test_adapters_are_trained_resumed_kept_alone_and_merged(
     frozen = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(run.weights[frozen], base.weights[frozen])
     assert run.summary["eval_loss"] < evaluations_of(run)[0]["eval_loss"]
+
+
+# ---- What stops in the middle ---------------------------------------------------------------
+
+
+def die_in_pool(out: Path, flags: list[str], step: int, phase: str) -> None:
+    """Run until the watchdog is told of that phase, and raise there."""
+    train = load_train()
+
+    class Stopped(Exception):
+        pass
+
+    class Watchdog(train.Watchdog):
+        def at(self, at_step, at_phase, patience_seconds=None):
+            if (at_step, at_phase) == (step, phase):
+                raise Stopped
+
+    train.Watchdog = Watchdog
+    sys.argv[1:] = ["--device", "cpu", "--hang-timeout", "0", "--out", str(out), *flags]
+    with pytest.raises(Stopped):
+        train.do(0.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_best_weights_are_found_though_the_run_ended_before_it_evaluated_them(
+    ranks: int, data: list[str], run_ranks: Callable[..., list], tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run")
+    flags = [*data, *MODEL, *FEW, "--steps", "4", "--eval-every", "2", "--save-every", "2"]
+    run_ranks(ranks, die_in_pool, run.out, [*flags, "--export-best"], 4, "evaluating")
+    assert (run.out / "report.html").exists()
+    run_ranks(ranks, train_in_pool, run.out, ["--resume"])
+    losses = {line["step"]: line["eval_loss"] for line in evaluations_of(run) if line["step"]}
+    (kept,) = (run.out / "best").iterdir()
+    assert checkpoint.step_of(kept) == min(losses, key=losses.get)
+    assert run.weights
+
+
+def test_the_last_weights_go_out_where_no_evaluation_was_finite(
+    data: list[str], run_ranks: Callable[..., list], tmp_path: Path, monkeypatch
+) -> None:
+    run = Run(tmp_path / "run")
+    flags = [*data, *MODEL, *FEW, "--steps", "2", "--export-best"]
+    run_ranks(1, train_without_evaluation, run.out, flags)
+    assert run.weights and not (run.out / "best").exists()
+
+
+def train_without_evaluation(out: Path, flags: list[str]) -> None:
+    train = load_train()
+    train.eval_loss = lambda model, job: math.nan
+    sys.argv[1:] = ["--device", "cpu", "--hang-timeout", "0", "--out", str(out), *flags]
+    train.do(0.0)
+
+
+STUCK = """
+import importlib.util, os, sys, time
+spec = importlib.util.spec_from_file_location("train", {path!r})
+train = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train)
+original, calls = train.{function}, []
+
+def stuck(*args, **kwargs):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == {call}:
+        time.sleep(1000)
+    return original(*args, **kwargs)
+
+train.{function} = stuck
+train.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "function", "call", "where"),
+    [
+        ("ddp", "summed_loss", 3, "step 3, forward"),
+        ("minifsdp", "clip", 2, "step 2, clipping"),
+        ("fsdp2", "eval_loss", 2, "step 4, evaluating"),
+    ],
+)
+def test_a_rank_that_is_stuck_is_named_with_step_phase_and_stack_and_all_end(
+    engine: str, function: str, call: int, where: str, data: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK.format(path=str(TRAIN), function=function, call=call))
+    flags = [*data, *MODEL, *FEW, "--steps", "4", "--hang-timeout", "3", "--engine", engine]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(script), "--device", "cpu", "--out", str(tmp_path / "run"), *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert ended.returncode != 0
+    assert f"watchdog: rank 1 has not arrived: for 3 s at {where}" in ended.stderr.replace(
+        "for 4 s", "for 3 s"
+    )
+    assert "time.sleep(1000)" in ended.stderr

@@ -43,7 +43,7 @@ def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(expand(argv, parser))
     _check_purpose(args)
-    if args.resume:
+    if args.resume or (args.show_sample and not args.data and is_run(_run_folder(args))):
         args = _recorded(parser, argv, args)
     elif (args.eval_only or args.chat) and not args.model:
         args = _of_finished_run(parser, argv, args)

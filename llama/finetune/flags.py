@@ -154,7 +154,7 @@ def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimisation").add_argument
     steps = ("--steps", "--max-steps")
     add(*steps, dest="steps", type=_whole, help="default: 1200 for the tasks, else by --epochs")
-    add("--epochs", type=_whole, help="passes over --data; default: 3")
+    add("--epochs", type=_positive, help="passes over --data, such as 3, the default, or 0.5")
     add("--batch-size", type=_whole, help="sequences a step, over all ranks; default: 120, data 16")
     add("--micro-batch", type=_whole, help="sequences a rank takes at once; default: its share")
     rates = "highest learning rate; default: 3e-3, with --model 5e-5, with --lora-rank 2e-4"

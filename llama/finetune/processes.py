@@ -29,13 +29,18 @@ def connect() -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
-def everywhere(work: Callable[[], T]) -> T:
-    """Do `work` on every rank; if any has bad input, rank 0 says which and all exit with 2."""
+def everywhere(work: Callable[[], T], done: Callable[[], object] | None = None) -> T:
+    """Do `work` on every rank; if any has bad input, rank 0 says which and all exit with 2.
+
+    `done` is called before a rank waits for the others.
+    """
     result, error = None, None
     try:
         result = work()
     except (ValueError, OSError) as reason:
         error = str(reason)
+    if done is not None:
+        done()
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     if not any(errors):

@@ -1,5 +1,6 @@
 """What a run shows and records while it goes on, and what it measured at the end."""
 
+import math
 import sys
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from llama.finetune.data import show
 from llama.finetune.job import Job
 from llama.finetune.metrics import Metrics
+from llama.finetune.page import write_page
 from llama.finetune.speed import Utilisation, Work, peak_tflops
 
 REFUSED_SHOWN = 10
@@ -32,18 +34,25 @@ def announce(job: Job) -> None:
     elif job.args.show_sample:
         examples = job.inputs.examples[: job.args.show_sample]
         print(*(show(example, job.inputs.tokenizer) for example in examples), sep="\n\n")
-    elif job.args.data and job.batches:
-        print(_about_data(job))
+    elif job.batches:
+        print(_about_model(job), *([_about_data(job)] if job.args.data else []), sep="\n")
 
 
 def _about_data(job: Job) -> str:
     corpus, rows = job.batches.corpus, job.batches.rows_in_epoch(0)
-    packed = f" in {rows:,} rows of {job.pack_to:,}" if job.pack_to else ""
+    packed = f" of {job.pack_to:,}" if job.pack_to else ""
     return (
         f"data: {len(corpus):,} examples of {corpus.lengths.sum():,} tokens, "
-        f"{corpus.learnt.sum():,} of them learnt{packed}; an epoch takes "
-        f"{rows / job.batches.global_batch:,.1f} steps, the run {job.steps:,}"
+        f"{corpus.learnt.sum():,} of them learnt; an epoch takes {rows:,} rows{packed}, "
+        f"{math.ceil(rows / job.batches.global_batch):,} steps, the run {job.steps:,}"
     )
+
+
+def _about_model(job: Job) -> str:
+    args, count = job.args, f"{job.config.num_parameters:,} parameters"
+    if args.resume:
+        return f"model: {count}, from {job.out / 'checkpoints'}"
+    return f"model: {count}, from {args.model or 'scratch'}"
 
 
 class Trained(NamedTuple):
@@ -67,7 +76,7 @@ class Progress:
     def __init__(
         self, job: Job, model: nn.Module, steps_done: int, metrics: Metrics | None
     ) -> None:
-        self.metrics = metrics
+        self.out, self.metrics = job.out, metrics
         self.first = dist.get_rank() == 0
         gpu = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else None
         config = job.config
@@ -100,6 +109,7 @@ class Progress:
         self._bar.close()
         if self.metrics:
             self.metrics.close()
+            write_page(self.out)  # of a run that was stopped, too
 
     def log(self, step: int, **values: Any) -> None:
         """Append a line to the metrics, on the first rank."""

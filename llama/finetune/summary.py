@@ -23,8 +23,6 @@ def sum_up(model: nn.Module, job: Job, trained: Trained, started: float) -> None
     said = answers(model, inputs.tokenizer, inputs.samples, job.args.max_new_tokens)
     if dist.get_rank() != 0:
         return
-    for prompt, answer in zip(inputs.samples, said, strict=True):
-        print(f"{inputs.tokenizer.decode(prompt)} {answer}")
     lines = read_metrics(job.out / "metrics.jsonl")
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     trainers = read_object(job.out / "config.json")  # where no step was left to do
@@ -37,8 +35,8 @@ def sum_up(model: nn.Module, job: Job, trained: Trained, started: float) -> None
         "eval_perplexity": None if trained.eval_loss is None else perplexity(trained.eval_loss),
         "eval_exact_match": score.get("all"),
         "eval_exact_match_by_kind": {kind: s for kind, s in score.items() if kind != "all"},
-        "steps_skipped": sum("skipped" in line for line in lines) or None,
-        "lines_refused": refused or None,
+        "steps_skipped": sum("skipped" in line for line in lines),
+        "lines_refused": refused,
         "tokens_per_second": trained.tokens_per_second,
         "mfu": trained.mfu,
         "mfu_formula": trained.formula if trained.mfu is not None else None,
@@ -49,5 +47,7 @@ def sum_up(model: nn.Module, job: Job, trained: Trained, started: float) -> None
         "peak_bytes": trained.peak_bytes,
     }
     write_json(job.out / "summary.json", summary)
-    print(*describe(summary), sep="\n")
     write_page(job.out)
+    for prompt, answer in zip(inputs.samples, said, strict=True):
+        print(f"{inputs.tokenizer.decode(prompt)} {answer}")
+    print(*describe(summary), sep="\n")

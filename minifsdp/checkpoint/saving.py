@@ -14,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from minifsdp import events
+
 from .folder import abandon, partial_of, path_of, prepare, publish
 from .manifest import Digest, digest, write_manifest, write_synced
 from .ranks import Outcome, Ranks
@@ -98,7 +100,10 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's rows, and wait until they are on the disk."""
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
+            if events.listeners and threading.current_thread() is threading.main_thread():
+                events.emit("written", "checkpoint")
+            return written
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
