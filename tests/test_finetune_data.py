@@ -110,6 +110,9 @@ BAD_LINES = {
     '["text"]': "must be a JSON object, not a list",
     '"text"': "must be a JSON object, not a string",
     "null": "must be a JSON object, not null",
+    '{"text": "a", "id": 1, "text": "b"}': "the key 'text' is there twice: keep one of them",
+    '{"text": "a", "about": [{"id": 1, "id": 1}]}': "the key 'id' is there twice",
+    '{"messages": [{"role": "user", "content": "a", "role": "user"}]}': "the key 'role' is there",
     "3": "must be a JSON object, not a number",
     "{}": "; its keys: none",
     '{"txt": "a", "id": 1}': "'conversations', 'instruction'; its keys: 'txt', 'id'",
@@ -193,14 +196,20 @@ def test_ranks_share_out_the_same_global_batch(lengths, rows, world_size, step, 
 
 @settings(deadline=None)
 @given(lengths, st.integers(1, 8), st.integers(-(2**70), 2**70))
-def test_every_epoch_holds_every_example_once_and_batches_run_across_its_end(lengths, rows, seed):
+def test_every_epoch_holds_every_example_once_and_ends_with_a_step_of_its_own(lengths, rows, seed):
     examples = numbered(lengths)
-    count = len(examples)
     batches = Batches(examples, rows, seed, PAD)
-    stream = [i for step in range(3 * count) for i in first_ids(batches.batch(step))]
+    steps = -(-len(examples) // rows)
+    assert batches.steps(3) == 3 * steps
     starts = sorted(example.ids[0] for example in examples)
     for epoch in range(3):
-        assert sorted(stream[epoch * count : (epoch + 1) * count]) == starts
+        taken = [batches.batch(step) for step in range(epoch * steps, (epoch + 1) * steps)]
+        assert all(len(batch.tokens) == rows for batch in taken)
+        firsts = [i for batch in taken for i in first_ids(batch)]
+        assert sorted(firsts[: len(examples)]) == starts
+        blank = steps * rows - len(examples)
+        assert firsts[len(examples) :] == [PAD] * blank
+        assert (taken[-1].targets[rows - blank :] == -100).all()
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():

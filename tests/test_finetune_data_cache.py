@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -227,6 +228,52 @@ def test_a_cache_without_room_or_locks_is_refused_and_nothing_is_left_of_it(tmp_
     assert entries(tmp_path / "cache") == []
     monkeypatch.setattr(cache.fcntl, "flock", fail(errno.ENOLCK))
     with pytest.raises(ValueError, match=r"cache .* where files cannot be locked \(No locks"):
+        load([path], tokenizer, 64, cache_dir=tmp_path / "cache")
+
+
+@pytest.fixture
+def read_only(monkeypatch):
+    """Call it to have nothing written any more, as on a volume that is mounted read-only."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def open_to_read(path, mode="r", *args, original=Path.open, **kwargs):
+        return original(path, mode, *args, **kwargs) if mode in ("r", "rb") else refuse()
+
+    def begin():
+        monkeypatch.setattr(Path, "open", open_to_read)
+        for target, name in (
+            *((Path, name) for name in ("write_text", "write_bytes", "rename", "unlink")),
+            *((cache.tempfile, "TemporaryFile"), (os, "mkdir"), (cache.shutil, "rmtree")),
+        ):
+            monkeypatch.setattr(target, name, refuse)
+
+    return begin
+
+
+def test_a_warm_cache_that_cannot_be_written_is_used(tmp_path, log, monkeypatch, read_only):
+    path, folder = write(tmp_path / "a.jsonl", 5), tmp_path / "cache"
+    first = load([path], CountingTokenizer(log), 64, cache_dir=folder)
+    tokenizer, cold = CountingTokenizer(log), write(tmp_path / "cold.jsonl", 6)
+    read_only()
+    monkeypatch.setattr(cache, "LARGE_BYTES", 0)  # which no note can be had for
+    again = load([path], tokenizer, 64, cache_dir=folder)
+    assert texts(again) == texts(first)
+    assert again.digest == first.digest
+    with pytest.raises(ValueError, match=r"cache .* cannot be written \(Read-only .* --token-c"):
+        load([path, cold], tokenizer, 64, cache_dir=folder)
+    assert len(encoded(log)) == 1
+
+
+def test_a_cold_cache_that_cannot_be_written_is_refused_before_a_file_is_hashed(
+    tmp_path, monkeypatch, read_only
+):
+    path, tokenizer = write(tmp_path / "a.jsonl", 5), Tokenizer(TOKENIZER_PATH)
+    (tmp_path / "cache").mkdir()
+    read_only()
+    monkeypatch.setattr(cache.hashlib, "file_digest", None)
+    with pytest.raises(ValueError, match=r"cache .* cannot be written \(Read-only file system\)"):
         load([path], tokenizer, 64, cache_dir=tmp_path / "cache")
 
 

@@ -41,6 +41,11 @@ def task(**changes):
     return {**TASK, **changes}
 
 
+def said(at, **changes):
+    """The dialog with other values in one message."""
+    return {"messages": [*MESSAGES[:at], {**MESSAGES[at], **changes}, *MESSAGES[at + 1 :]]}
+
+
 # ---- Formats --------------------------------------------------------------------------------
 
 
@@ -50,6 +55,10 @@ def task(**changes):
         {"messages": MESSAGES},
         {"conversations": TURNS},
         {"conversations": TURNS[1:], "system": "Be brief."},
+        {"messages": MESSAGES[1:], "system": "Be brief."},
+        {"messages": MESSAGES, "system": " "},
+        {"messages": MESSAGES, "system": None},
+        {"messages": [{**m, "weight": 1.0, "tool_calls": None, "name": "x"} for m in MESSAGES]},
         {"conversations": TURNS, "id": "a_0", "source": "x", "tools": []},
         {"conversations": [{**turn, "markdown": None, "text": "x"} for turn in TURNS]},
         {"conversations": MESSAGES},
@@ -88,6 +97,27 @@ def test_an_input_that_is_blank_or_null_is_as_none(nothing):
         (task(input=3), "'input' must be a string, not a number"),
         (task(history=[["a", "b"]]), "'history' is not read here: write the turns as 'messages'"),
         ({"conversations": TURNS, "tools": "[{}]"}, "'tools' is not read here"),
+        ({"messages": MESSAGES, "functions": [{}]}, "'functions' is not read here"),
+        ({"messages": MESSAGES, "system": "a"}, "message 1 of 5: is a system text, as 'system'"),
+        ({"conversations": TURNS, "system": "a"}, "turn 1 of 5: is a system text, as 'system' is"),
+        ({"messages": MESSAGES, "system": ["a"]}, "'system' must be a string, not a list"),
+        (said(4, weight=0), "message 5 of 5: a 'weight' of 0 is not read here"),
+        (said(1, weight=0.5), "message 2 of 5: a 'weight' of 0.5 is not read here"),
+        (
+            said(2, content=None, tool_calls=[{}]),
+            "message 3 of 5: 'tool_calls' is not read here: tell of the call and its result",
+        ),
+        (said(2, function_call={"name": "f"}), "message 3 of 5: 'function_call' is not read here"),
+        (said(3, role="tool"), "message 4 of 5: the role 'tool' is not read here: tell of the"),
+        (said(3, role="function"), "message 4 of 5: the role 'function' is not read here"),
+        (
+            {"conversations": [*TURNS, {"from": "tool", "value": "a"}]},
+            "turn 6 of 6: the role 'tool'",
+        ),
+        (
+            {"conversations": [*TURNS[:4], {**TURNS[4], "weight": 0}]},
+            "turn 5 of 5: a 'weight' of 0",
+        ),
         ({"conversations": {}}, "'conversations' must be a list, not an object"),
         (
             {"conversations": [*TURNS, {"from": "gpt"}]},

@@ -1,4 +1,4 @@
-"""Claims about packed rows, weights, and the end of the last epoch."""
+"""Claims about packed rows, weights, and the ends of epochs."""
 
 import itertools
 import json
@@ -103,7 +103,7 @@ def test_beyond_64_open_rows_the_oldest_is_closed():
 
 def test_a_packed_row_is_documents_one_behind_another_and_its_rest_one_of_padding():
     examples = [Example([1, 7, 8, 2], [0, 0, 1, 1]), Example([1, 5, 2], [0, 1, 1])]
-    batch = Batches(examples, 2, 0, PAD, pack_to=12, epochs=1).batch(0)
+    batch = Batches(examples, 2, 0, PAD, pack_to=12).batch(0)
     (row, blank) = batch.documents
     assert row in ([3, 2, 3], [2, 3, 3])
     assert blank == [8]
@@ -129,30 +129,54 @@ def test_ranks_share_out_the_same_rows_whatever_their_number(lengths, rows, size
 
 @settings(deadline=None)
 @given(lengths, st.integers(1, 8), st.integers(1, 3), pack_to)
-def test_epochs_hold_every_document_once_each_and_end_with_blank_rows(lengths, rows, epochs, room):
+def test_each_epoch_holds_every_document_once_and_ends_with_blank_rows(lengths, rows, epochs, room):
     examples = numbered(lengths)
-    batches = Batches(examples, rows, 3, PAD, pack_to=room, epochs=epochs)
-    steps = batches.steps(epochs)
-    total = sum(batches.rows_in_epoch(epoch) for epoch in range(epochs))
-    assert steps == math.ceil(total / rows)
-    seen = [d for step in range(steps) for d in documents_of(batches.batch(step))]
-    assert sorted(seen) == sorted(epochs * [expected(example) for example in examples])
-    assert all(len(batches.batch(step).tokens) == rows for step in range(steps))
-    with pytest.raises(ValueError, match=f"step {steps} is beyond the last of the {total} rows"):
-        batches.batch(steps)
+    batches = Batches(examples, rows, 3, PAD, pack_to=room)
+    for epoch in range(epochs):
+        first, end = batches.steps(epoch) if epoch else 0, batches.steps(epoch + 1)
+        assert end - first == math.ceil(batches.rows_in_epoch(epoch) / rows)
+        taken = [batches.batch(step) for step in range(first, end)]
+        assert all(len(batch.tokens) == rows for batch in taken)
+        seen = [document for batch in taken for document in documents_of(batch)]
+        assert sorted(seen) == sorted(expected(example) for example in examples)
+        one_by_one = [documents_of(row) for batch in taken for row in batch.split(1)]
+        assert all(one_by_one[: batches.rows_in_epoch(epoch)])
+        assert not any(one_by_one[batches.rows_in_epoch(epoch) :])
 
 
 @settings(deadline=None)
-@given(lengths, st.integers(1, 5), st.integers(0, 12))
-def test_packed_epochs_run_on_across_a_batch_and_each_has_its_own_rows(lengths, rows, epochs):
+@given(lengths, st.integers(1, 8), st.floats(0.1, 3), st.floats(0.1, 3), pack_to)
+def test_a_run_that_goes_on_for_more_epochs_leaves_out_nothing(lengths, rows, few, more, room):
     examples = numbered(lengths)
-    batches = Batches(examples, rows, 3, PAD, pack_to=ROOM)
-    starts = list(itertools.accumulate((batches.rows_in_epoch(e) for e in range(4)), initial=0))
-    steps = [batches.batch(step) for step in range(-(-starts[4] // rows))]
-    stream = [documents for batch in steps for documents in map(documents_of, batch.split(1))]
-    for start, end in itertools.pairwise(starts):
-        of_epoch = list(itertools.chain(*stream[start:end]))
-        assert sorted(of_epoch) == [expected(example) for example in examples]
+    few, more = sorted((few, more))
+    first, second = (Batches(examples, rows, 3, PAD, pack_to=room) for _ in range(2))
+    at_once = [first.batch(step).tokens.tolist() for step in range(first.steps(more))]
+    stopped, whole = second.steps(few), math.ceil(more)
+    in_two = [second.batch(step).tokens.tolist() for step in range(stopped)]
+    in_two += [second.batch(step).tokens.tolist() for step in range(stopped, second.steps(more))]
+    assert in_two == at_once
+    seen = [d for step in range(first.steps(whole)) for d in documents_of(first.batch(step))]
+    assert sorted(seen) == sorted(whole * [expected(example) for example in examples])
+
+
+def test_an_epoch_shorter_than_the_global_batch_is_a_step_and_ranks_beyond_it_have_blank_rows():
+    shares = [Batches(numbered([4, 6]), 8, 0, PAD, rank, 4) for rank in range(4)]
+    assert shares[0].steps(3) == 3
+    for step in range(3):
+        batches = [share.batch(step) for share in shares]
+        assert [batch.tokens.shape for batch in batches] == [(2, 5)] * 4
+        assert [bool((batch.targets != -100).any()) for batch in batches] == [
+            *(True, True, False, False)
+        ]
+
+
+def test_an_epoch_without_examples_takes_no_step():
+    batches = Batches(weighted([1, 1], [0.5, 0.5]), 4, 0, PAD)
+    assert [batches.rows_in_epoch(epoch) for epoch in range(4)] == [0, 2, 0, 2]
+    assert [batches.steps(epochs) for epochs in (2, 2.5, 3, 4)] == [1, 1, 1, 2]
+    assert sorted(i for step in range(2) for i in batches.batch(step).tokens[:, 0].tolist()) == [
+        *(0, 0, 0, 0, 1, 1, 2, 2)
+    ]
 
 
 def test_a_packed_batch_depends_on_its_step_alone():
@@ -267,23 +291,22 @@ def test_sources_are_shuffled_together_whatever_their_weights():
     assert 10 < sum(i < 50 for i in epoch[:75]) < 40
 
 
-def test_a_part_of_an_epoch_is_that_share_of_its_rows():
+def test_a_part_of_an_epoch_is_that_share_of_its_steps_rounded_up():
     batches = Batches(numbered([3] * 10), 4, 0, PAD)
-    assert [batches.steps(epochs) for epochs in (0.1, 0.4, 0.41, 1, 1.2, 2, 3)] == [
-        *(1, 1, 2, 3, 3, 5, 8)
+    assert [batches.steps(epochs) for epochs in (0.1, 0.4, 1, 1.2, 1.4, 2, 3)] == [
+        *(1, 2, 3, 4, 5, 6, 9)
     ]
-    last = Batches(numbered([3] * 10), 4, 0, PAD, epochs=0.7)
-    assert (last.batch(1).targets != -100).any(1).tolist() == [True, True, True, False]
+    assert Batches(numbered([3] * 10), 1, 0, PAD).steps(0.1) == 1
 
 
 def test_epochs_and_weights_that_hold_nothing_are_refused():
     for epochs in (0, -1, math.inf, math.nan):
         with pytest.raises(ValueError, match="epochs are none: use a number above 0"):
-            Batches(numbered([4]), 1, 0, PAD, epochs=epochs)
+            Batches(numbered([4]), 1, 0, PAD).steps(epochs)
     with pytest.raises(ValueError, match="less than one example: raise the weights"):
         Batches(weighted([3], [0.3]), 1, 0, PAD)
     with pytest.raises(ValueError, match="1 epochs hold no example"):
-        Batches(weighted([1, 1], [0.5, 0.5]), 1, 0, PAD, epochs=1)
+        Batches(weighted([1, 1], [0.5, 0.5]), 1, 0, PAD).steps(1)
 
 
 # ---- From files to batches ------------------------------------------------------------------
@@ -300,7 +323,7 @@ def test_every_token_of_every_text_is_learnt_once_an_epoch(tmp_path_factory, tex
     path = tmp_path_factory.getbasetemp() / "data.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     corpus = load([path], tokenizer, seq_len)
-    batches = Batches(corpus, 3, 1, tokenizer.pad_id, pack_to=room, epochs=1)
+    batches = Batches(corpus, 3, 1, tokenizer.pad_id, pack_to=room)
     steps = range(batches.steps(1))
     learnt = torch.cat([batches.batch(step).targets.flatten() for step in steps])
     ids = [i for text in texts for i in [*tokenizer.encode(text), tokenizer.eos_id]]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -29,15 +30,15 @@ def save(path, array):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a file of each kind, and others that are none."""
+    """A folder with a file of each kind, and what may lie beside them."""
     folder = tmp_path / "chats"
     folder.mkdir()
     (folder / "c.jsonl").write_text(json.dumps({"text": "c"}))
     (folder / "A.TXT").write_text("a")
     save(folder / "b.npy", [5, 6, 7])
-    for name in ("README.md", ".hidden.jsonl", "notes.json"):
+    for name in ("README", "readme.rst", "LICENSE", "card.MD", ".hidden.jsonl", ".json"):
         (folder / name).write_text("not data")
-    (folder / "deeper.jsonl").mkdir()
+    (folder / ".git").mkdir()
     return folder
 
 
@@ -46,6 +47,34 @@ def test_a_folder_is_its_files_of_a_known_kind_by_name(folder):
     names = [f"{folder / 'A.TXT'}:1", str(folder / "b.npy"), f"{folder / 'c.jsonl'}:1"]
     assert [corpus.place(i) for i in range(3)] == names
     assert corpus.parts == [Part(str(folder), 0, 3, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "name", ["d.json", "a.jsonl.gz", "d.parquet", "d.csv", "data", "deeper/", "d.jsonl/", "x.md/"]
+)
+def test_a_folder_that_holds_what_would_be_left_out_is_refused_by_its_name(folder, name):
+    left_out = folder / name
+    left_out.mkdir() if name.endswith("/") else left_out.write_text("{}")
+    (folder / "z.json").write_text("{}")  # the first of several is named
+    what = "a folder" if name.endswith("/") else "no .jsonl, .txt or .npy file"
+    with pytest.raises(ValueError) as error:
+        source_of(folder)
+    assert str(error.value) == (
+        f"{left_out}: is {what}, and would be left out of the data in {folder}: "
+        "name the files to read one by one, or move it elsewhere"
+    )
+
+
+def test_a_pipe_is_refused_with_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for argument in ("pipe", "pipe=2"):
+        with pytest.raises(ValueError, match=r"/pipe: is no regular file: save it to one"):
+            load([f"{tmp_path}/{argument}"], TOKENIZER, 64)
+    reading_end, writing_end = os.pipe()
+    with pytest.raises(ValueError, match=rf"/dev/fd/{reading_end}: is no regular file"):
+        source_of(f"/dev/fd/{reading_end}")
+    os.close(reading_end)
+    os.close(writing_end)
 
 
 def test_sources_are_parts_with_weights_in_the_order_given(folder):

@@ -62,7 +62,7 @@ class Job(NamedTuple):
         identity = {"config": asdict(self.config), "lora": lora}
         if batches:
             corpus = batches.corpus
-            order = {"examples": len(corpus), "lengths": corpus.digest, "pack_to": self.pack_to}
+            order = {"examples": len(corpus), "content": corpus.digest, "pack_to": self.pack_to}
             identity["data"] = order | {"batch": batches.global_batch, "seed": batches.seed}
         return identity
 
@@ -124,7 +124,6 @@ def prepare(
             rank,
             world_size,
             pack_to,
-            epochs,
         )
         steps = args.steps or (batches.steps(epochs) if epochs else TASK_STEPS)
     save_every = args.save_every or max(100, -(-steps // 10))

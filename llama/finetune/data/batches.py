@@ -2,16 +2,15 @@
 
 [Note: the order of the data]
 Every epoch has its own permutation of the examples, drawn from (seed, epoch), and its own rows: an
-example each, or several packed. The epochs' rows one after another make one endless stream, and
-step s takes the rows at s * global_batch and onwards. So a batch is a function of the step alone: a
-resumed run needs no state but its step, nothing is dropped at the end of an epoch, and any number
-of ranks share out the same global batch. Where the run has a number of epochs, the stream ends with
-them, and the rows that the last step lacks are blank.
+example each, or several packed. An epoch of R rows takes ceil(R / global_batch) steps, and the rows
+that its last step lacks are blank, without targets; the next epoch begins with the next step. So a
+batch is a function of the step alone, however long the run: a resumed run needs no state but its
+step, one that was to end with an epoch can go on with the next, nothing is dropped at the end of
+an epoch, and any number of ranks share out the same global batch.
 """
 
 import bisect
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -24,7 +23,6 @@ from llama.finetune.data.order import Order
 from llama.finetune.data.packing import Rows, alone, pack
 
 WIDTH_MULTIPLE = 8  # batches come in few widths, and those suit matrix units
-KEPT_EPOCHS = 2  # a batch may lie across the end of one
 
 
 class StepSize(NamedTuple):
@@ -39,9 +37,8 @@ class Batches:
     """One rank's share of every optimizer step's global batch (see [Note: the order of the data]).
 
     Rank r of W takes rows r, r + W, r + 2W ... of `global_batch` rows. `pack_to` packs examples
-    into rows of at most so many positions; None gives each a row. `epochs` ends the stream. Raises
-    ValueError if W does not divide `global_batch`, if there are no examples, and for an example
-    longer than `pack_to`.
+    into rows of at most so many positions; None gives each a row. Raises ValueError if W does not
+    divide `global_batch`, if there are no examples, and for an example longer than `pack_to`.
     """
 
     def __init__(
@@ -53,7 +50,6 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         pack_to: int | None = None,
-        epochs: float | None = None,
     ) -> None:
         _check_rank(rank, world_size)
         if not len(examples):
@@ -72,9 +68,9 @@ class Batches:
         self._order = Order(self.corpus.parts, seed)
         self._positions = _positions(self.corpus, pack_to)
         self._widest = pack_to or int(self._positions.max())
-        self._kept: OrderedDict[int, Rows] = OrderedDict()
-        self._starts = [0]  # rows before each epoch, as far as they are known
-        self._end = None if epochs is None else self._rows_of(epochs)
+        self._laid_out: tuple[int, Rows] | None = None  # the epoch that was last asked for
+        self._row_counts: dict[int, int] = {}
+        self._starts = [0]  # steps before each epoch, as far as they are known
 
     def batch(self, step: int) -> Batch:
         """This rank's (global_batch / world_size, seq) share of step `step`, counted from 0.
@@ -99,71 +95,68 @@ class Batches:
 
     def rows_in_epoch(self, epoch: int) -> int:
         """How many rows the examples of epoch `epoch`, counted from 0, make."""
-        return self._start(epoch + 1) - self._start(epoch)
+        if epoch not in self._row_counts:
+            packed = self.pack_to is not None
+            count = len(self._epoch(epoch)) if packed else self._order.count(epoch)
+            self._row_counts[epoch] = count
+        return self._row_counts[epoch]
 
     def steps(self, epochs: float) -> int:
-        """The steps that take so many epochs, the last of which may be short.
+        """The steps of so many epochs: of a part of one, that share of its steps, rounded up.
 
-        Raises ValueError for a number that is not above 0.
+        Raises ValueError for a number that is not above 0, and for epochs without an example.
         """
-        return -(-self._rows_of(epochs) // self.global_batch)
-
-    def _rows_of(self, epochs: float) -> int:
         if not 0 < epochs < math.inf:
             raise ValueError(f"{epochs} epochs are none: use a number above 0")
-        exact = Fraction(repr(float(epochs)))  # the number that was written, so 0.1 of 10 rows is 1
+        exact = Fraction(repr(float(epochs)))  # the number that was written: 0.1 of 10 steps is 1
         whole = math.floor(exact)
-        rows = self._start(whole)
+        steps = self._start(whole)
         if exact > whole:
-            rows += math.ceil((exact - whole) * self.rows_in_epoch(whole))
-        if not rows:
+            steps += math.ceil((exact - whole) * self._steps_in_epoch(whole))
+        if not steps:
             raise ValueError(f"{epochs} epochs hold no example: raise the epochs or the weights")
-        return rows
+        return steps
 
     def _rows(self, step: int) -> list[np.ndarray]:
         """The examples of each row of the global batch, by their numbers; none in a blank row."""
         if step < 0:
             raise ValueError(f"step {step} is negative: steps count from 0")
-        first = step * self.global_batch
+        epoch = self._epoch_at(step)
+        of_epoch = self._epoch(epoch)
+        first = (step - self._start(epoch)) * self.global_batch
         end = first + self.global_batch
-        stop = end if self._end is None else min(end, self._end)
-        if stop <= first:
-            raise ValueError(f"step {step} is beyond the last of the {self._end} rows")
-        rows: list[np.ndarray] = []
-        epoch = self._epoch_at(first)
-        while first < stop:
-            start, next_start = self._start(epoch), self._start(epoch + 1)
-            if next_start > first:
-                of_epoch = self._epoch(epoch)
-                rows += [of_epoch[at - start] for at in range(first, min(stop, next_start))]
-                first = min(stop, next_start)
-            epoch += 1
-        return rows + [np.empty(0, np.int64)] * (end - stop)
+        rows = [of_epoch[at] for at in range(first, min(end, len(of_epoch)))]
+        return rows + [np.empty(0, np.int64)] * (self.global_batch - len(rows))
+
+    def _steps_in_epoch(self, epoch: int) -> int:
+        return -(-self.rows_in_epoch(epoch) // self.global_batch)
+
+    @property
+    def _epochs_are_alike(self) -> bool:
+        """Whether all epochs have equally many rows."""
+        return self.pack_to is None and self._order.uniform
 
     def _start(self, epoch: int) -> int:
-        """How many rows there are before an epoch."""
-        if self.pack_to is None and self._order.uniform:
-            return epoch * len(self.corpus)
+        """How many steps there are before an epoch."""
+        if self._epochs_are_alike:
+            return epoch * self._steps_in_epoch(0)
         while len(self._starts) <= epoch:
             last = len(self._starts) - 1
-            count = self._order.count(last) if self.pack_to is None else len(self._epoch(last))
-            self._starts.append(self._starts[-1] + count)
+            self._starts.append(self._starts[-1] + self._steps_in_epoch(last))
         return self._starts[epoch]
 
-    def _epoch_at(self, row: int) -> int:
-        if self.pack_to is None and self._order.uniform:
-            return row // len(self.corpus)
-        while self._starts[-1] <= row:
+    def _epoch_at(self, step: int) -> int:
+        if self._epochs_are_alike:
+            return step // self._steps_in_epoch(0)
+        while self._starts[-1] <= step:
             self._start(len(self._starts))
-        return bisect.bisect_right(self._starts, row) - 1
+        return bisect.bisect_right(self._starts, step) - 1
 
     def _epoch(self, epoch: int) -> Rows:
-        if epoch not in self._kept:
-            self._kept[epoch] = _lay_out(self._order.examples(epoch), self._positions, self.pack_to)
-            if len(self._kept) > KEPT_EPOCHS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(epoch)
-        return self._kept[epoch]
+        if self._laid_out is None or self._laid_out[0] != epoch:
+            examples = self._order.examples(epoch)
+            self._laid_out = epoch, _lay_out(examples, self._positions, self.pack_to)
+        return self._laid_out[1]
 
 
 def eval_batches(

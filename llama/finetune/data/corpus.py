@@ -3,6 +3,7 @@
 import bisect
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import NamedTuple, overload
 
@@ -71,6 +72,16 @@ class Piece:
         self.path, self.store, self.spans = path, store, spans
         mask_lengths = np.diff(store.offsets) * store.flagged
         self.mask_begins = np.concatenate([[0], np.cumsum(mask_lengths)])  # in `store.learnt`
+
+    @cached_property
+    def made_of(self) -> str:
+        """SHA-256 of what the documents were made of, or of the documents themselves."""
+        if self.store.made_of:
+            return self.store.made_of
+        content = hashlib.sha256()
+        for array in (self.store.offsets, self.store.flagged, self.store.ids, self.store.learnt):
+            content.update(np.ascontiguousarray(array).data)
+        return content.hexdigest()
 
 
 class Corpus(Sequence[Example]):
@@ -151,10 +162,14 @@ class Corpus(Sequence[Example]):
         line = piece.store.lines[piece.spans.documents[at]]
         return f"{piece.path}:{line}" if line else piece.path
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """SHA-256 of the lengths and the weights: what the order of the data depends on."""
-        about = repr([(part.first, part.count, part.weight) for part in self.parts])
+        """SHA-256 of what the examples and their order depend on: files, lengths and weights.
+
+        Names of files are not among it: one that is moved is the same.
+        """
+        parts = [(part.first, part.count, float(part.weight)) for part in self.parts]
+        about = repr((parts, [piece.made_of for piece in self._pieces]))
         return hashlib.sha256(about.encode() + self.lengths.tobytes()).hexdigest()
 
     def _find(self, index: int) -> tuple[Piece, int]:

@@ -13,6 +13,7 @@ from llama.finetune.data.templates import TEMPLATES
 from llama.tokenizer import Tokenizer
 
 ON_BAD_LINE = ("error", "skip")
+BESIDE_DATA = ("readme", "license", "licence")  # how names begin of what may lie in a folder of it
 
 
 class Source(NamedTuple):
@@ -79,9 +80,10 @@ def load(
 def source_of(argument: str | Path) -> Source:
     """Read `PATH` or `PATH=WEIGHT`; a file or folder that is really named so wins.
 
-    Of a folder, all files of a known kind directly in it, by name; those that begin with a dot are
-    not looked at. Raises FileNotFoundError, or ValueError for a folder without such files and for a
-    weight that is not a number above 0.
+    Of a folder, all files of a known kind directly in it, by name; hidden ones, and those that tell
+    of the data (README, LICENSE, `.md`), are not looked at. Raises FileNotFoundError, or ValueError
+    for a folder that holds anything else or no such file, for a pipe, and for a weight that is not
+    a number above 0.
     """
     name, weight = str(argument), 1.0
     path, equals, text = name.rpartition("=")
@@ -90,17 +92,32 @@ def source_of(argument: str | Path) -> Source:
         name = path
     place = Path(name)
     if place.is_dir():
-        files = [
-            file for file in place.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file()
-        ]
-        files = sorted(file for file in files if not file.name.startswith("."))
-        if not files:
-            kinds = ", ".join(SUFFIXES[:-1]) + f" or {SUFFIXES[-1]}"
-            raise ValueError(f"{place}: the folder holds no {kinds} file")
-        return Source(name, files, weight)
-    if not place.is_file():
+        return Source(name, _files_in(place), weight)
+    if not place.exists():
         raise FileNotFoundError(f"{place}: no such file")
+    if not place.is_file():  # a pipe can be read only once, and by one rank
+        raise ValueError(f"{place}: is no regular file: save it to one")
     return Source(name, [place], weight)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    kinds = ", ".join(SUFFIXES[:-1]) + f" or {SUFFIXES[-1]}"
+    files: list[Path] = []
+    for entry in sorted(folder.iterdir()):
+        name, suffix = entry.name.lower(), entry.suffix.lower()
+        if name.startswith("."):
+            continue
+        if suffix in SUFFIXES and entry.is_file():
+            files.append(entry)
+        elif entry.is_dir() or not (name.startswith(BESIDE_DATA) or suffix == ".md"):
+            what = "a folder" if entry.is_dir() else f"no {kinds} file"
+            raise ValueError(
+                f"{entry}: is {what}, and would be left out of the data in {folder}: "
+                "name the files to read one by one, or move it elsewhere"
+            )
+    if not files:
+        raise ValueError(f"{folder}: the folder holds no {kinds} file")
+    return files
 
 
 def _weight(argument: str, text: str) -> float:

@@ -43,6 +43,7 @@ class Store(NamedTuple):
     learnt_counts: np.ndarray  # int64: tokens that bear loss
     flagged: np.ndarray  # bool
     refused: list[tuple[int, str]]  # line and reason
+    made_of: str = ""  # a SHA-256, the same for the same documents; "" where none is known
 
 
 class Writer:
@@ -119,7 +120,7 @@ class Writer:
         self._open = 0
 
 
-def open_store(folder: Path) -> Store | None:
+def open_store(folder: Path, made_of: str = "") -> Store | None:
     """The store in a folder, mapped and not read; None where there is none or a part is missing."""
     try:
         about = json.loads((folder / ABOUT).read_bytes())
@@ -137,7 +138,7 @@ def open_store(folder: Path) -> Store | None:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Store(*arrays, refused)
+    return Store(*arrays, refused, made_of)
 
 
 def sync_folder(folder: Path) -> None:
