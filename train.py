@@ -48,8 +48,8 @@ from llama.finetune.schedule import lr_at
 from llama.finetune.speed import Work
 from llama.finetune.summary import sum_up
 from llama.generate import Settings, answer_all, converse
-from llama.lora import add_lora, init_lora, merge
-from llama.weights import load_hf, save_hf, save_peft
+from llama.lora import add_lora, init_lora
+from llama.weights import load_hf, save_hf, save_peft, stored_dtype
 from minifsdp import checkpoint
 from minifsdp.watchdog import Watchdog
 
@@ -61,8 +61,8 @@ def build(job: Job) -> nn.Module:
     args = job.args
     with torch.device("meta"):
         model = Llama(job.config)
-    if args.lora_rank:  # frozen weights are kept in the type that they are computed in
-        stored = torch.bfloat16 if args.bf16 else None
+    if args.lora_rank:  # frozen weights stay as their files have them: what is computed is the same
+        stored = stored_dtype(args.model) if args.bf16 else None
         chosen = args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets
         add_lora(model, *chosen, base_dtype=stored)
     if args.activation_checkpointing:  # before sharding, so that recomputation finds full weights
@@ -390,7 +390,6 @@ def export(run: Run) -> None:
     if first or job.args.engine in ("minifsdp", "fsdp2"):
         if job.args.lora_rank:
             save_peft(whole, adapter, job.args.model)
-            merge(whole)
         dtype = getattr(torch, job.args.export_dtype)
         save_hf(whole, folder, dtype=dtype, tokenizer_path=job.inputs.tokenizer.path)
 

@@ -1,16 +1,19 @@
-"""Adapters of a plain model: what is added, frozen, computed, kept for backward and merged."""
+"""Adapters of a plain model: what is added, frozen, computed, kept for backward and exported."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from test_llama_weights import CONFIG, TIED, assert_same, filled
+from test_llama_weights_publish import allocated_bytes
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from llama import Llama
+from llama import Llama, LlamaConfig
 from llama.lora import (
     LoRALinear,
     adapters,
@@ -18,10 +21,9 @@ from llama.lora import (
     freeze,
     init_lora,
     is_adapter,
-    merge,
     trainable_parameters,
 )
-from llama.weights import load_hf, save_hf, save_meta
+from llama.weights import load_hf, load_meta, ranges, save_hf, save_meta, stored_dtype
 
 TOKENS = torch.randint(40, (3, 9), generator=torch.Generator().manual_seed(0))
 LAYERS = ["w1", "w2", "w3", "wk", "wo", "wq", "wv"]
@@ -216,8 +218,6 @@ def test_an_adapted_head_gives_losses_in_chunks_without_gradients_of_its_matrix(
     for name, parameter in trainable_parameters(model).items():
         assert torch.allclose(parameter.grad, gradients[name], atol=1e-5), name
     assert model.output.weight.grad is None
-    merge(model)
-    assert torch.allclose(model(TOKENS, targets=targets), expected, atol=1e-5)
 
 
 # ---- Types
@@ -297,40 +297,90 @@ def test_a_is_uniform_with_pefts_bound_and_b_zero():
         assert parameter.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.25)
 
 
-# ---- Merging
+# ---- Exports
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_a_merged_model_computes_what_it_did(dtype, near):
-    model = with_lora(dtype)
-    before, bare = model(TOKENS), filled(CONFIG).to(dtype)(TOKENS)
-    assert (before - bare).abs().max() > 1e-3
-    merge(model)
-    once = model(TOKENS)
-    assert (once - before).abs().max() < near
-    merge(model)
-    assert torch.equal(model(TOKENS), once)
+def on_files(folder: Path, dtype: torch.dtype) -> Llama:
+    """A model with adapters over a base that lies in files, and is stored, as `dtype`."""
+    save_hf(filled(CONFIG), folder, dtype=dtype)
+    model = with_lora(targets=["wq", "w2", "output"], base_dtype=stored_dtype(folder))
+    load_hf(model, folder)
+    return model
 
 
-def test_a_narrow_base_is_rounded_once():
-    model = with_lora(base_dtype=torch.bfloat16)
-    layer = model.layers[1].feed_forward.w3
-    exact = layer.weight.float() + layer.scale * layer.lora_b.weight @ layer.lora_a.weight
-    merge(model)
-    assert torch.equal(layer.weight, exact.bfloat16())
+def exported(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """The parameters of an export by our names, in `dtype`; Meta's files or Hugging Face's."""
+    model = Llama(CONFIG).to(dtype)
+    (load_meta if (folder / "params.json").exists() else load_hf)(model, folder)
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_an_export_needs_a_merge_and_has_no_adapters(tmp_path):
+@pytest.mark.parametrize("to", FLOATS)
+@pytest.mark.parametrize("stored", FLOATS)
+@pytest.mark.parametrize("save", [save_hf, save_meta])
+def test_an_export_is_the_base_in_its_files_plus_the_product_rounded_once(
+    tmp_path, save, stored, to
+):
+    model = on_files(tmp_path / "base", stored)
+    expected, layers = exported(tmp_path / "base"), adapters(model)
+    for path, layer in layers.items():
+        product = layer.scale * (layer.lora_b.weight @ layer.lora_a.weight)
+        expected[f"{path}.weight"] = (expected[f"{path}.weight"] + product).detach()
+    save(model, tmp_path / "export", dtype=to)
+    assert len(layers) == 5
+    for name, values in exported(tmp_path / "export", to).items():
+        assert torch.equal(values, expected[name].to(to)), name
+
+
+@pytest.mark.parametrize("base_dtype", [torch.float16, None])
+def test_without_a_type_a_sum_is_written_as_its_matrix_is_stored(tmp_path, base_dtype):
+    save_hf(with_lora(base_dtype=base_dtype), tmp_path / "export")
+    assert stored_dtype(tmp_path / "export") == (base_dtype or torch.float32)
+
+
+def test_an_export_leaves_the_model_as_it_is_and_computes_the_same(tmp_path):
     model = with_lora()
-    for save in (save_hf, save_meta):
-        with pytest.raises(ValueError, match=r"14 layers have LoRA adapters.*layers\.0.*merge"):
-            save(model, tmp_path / "export")
-    assert list(tmp_path.iterdir()) == []
-    merge(model)
+    before, bare = model(TOKENS), filled(CONFIG)(TOKENS)
+    assert (before - bare).abs().max() > 1e-3
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
     save_hf(model, tmp_path / "export")
+    assert torch.equal(model(TOKENS), before)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, kept[name]), name
+        assert parameter.requires_grad == is_adapter(name)
     loaded = Llama(CONFIG)
     load_hf(loaded, tmp_path / "export")  # refuses tensors it does not know
-    assert torch.equal(loaded(TOKENS), model(TOKENS))
+    assert (loaded(TOKENS) - before).abs().max() < 1e-5
+
+
+def test_a_sum_beyond_float16_is_refused_not_made_infinite(tmp_path):
+    model = with_lora(targets="wq")
+    model.layers[1].attention.wq.lora_b.weight.data.fill_(1e6)
+    with pytest.raises(ValueError, match=r"layers\.1\.attention\.wq\.weight has values beyond"):
+        save_hf(model, tmp_path / "export", dtype=torch.float16)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_wrappers_put_in_do_not_part_a_matrix_from_its_adapter(tmp_path):
+    save_hf(with_lora(), tmp_path / "plain")
+    model = with_lora()
+    for i, block in enumerate(model.layers):
+        model.layers[i] = checkpoint_wrapper(block)
+    save_hf(model, tmp_path / "wrapped")
+    plain, wrapped = exported(tmp_path / "plain"), exported(tmp_path / "wrapped")
+    assert all(torch.equal(plain[name], wrapped[name]) for name in plain)
+
+
+@pytest.mark.parametrize("save", [save_hf, save_meta])
+def test_sums_are_made_in_buffers(tmp_path, monkeypatch, save):
+    config = LlamaConfig(dim=128, n_layers=1, n_heads=8, n_kv_heads=4, ffn_hidden=512, vocab_size=8)
+    model, buffer = filled(config), 16 * 1024
+    add_lora(model, 2, targets="all-linear", base_dtype=torch.bfloat16)
+    monkeypatch.setattr(ranges, "CHUNK_BYTES", buffer)
+    used = allocated_bytes(lambda: save(model, tmp_path / "export", dtype=torch.float16))
+    assert used < 6 * buffer  # the largest matrix is 16 buffers, in float32
 
 
 @pytest.mark.parametrize("meta", [False, True])

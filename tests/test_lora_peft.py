@@ -12,7 +12,7 @@ from test_llama_weights import CONFIG, TIED, filled
 from test_lora import TOKENS, with_lora
 
 from llama import Llama
-from llama.lora import adapters, add_lora, is_adapter, merge, trainable_parameters
+from llama.lora import add_lora, is_adapter, trainable_parameters
 from llama.weights import load_hf, load_peft, save_hf, save_peft
 
 ABOVE = "base_model.model.model.layers"
@@ -232,10 +232,3 @@ def test_folders_without_files_and_models_without_adapters_are_refused(tmp_path,
         save_peft(filled(CONFIG), tmp_path / "other")
     with pytest.raises(ValueError, match="exists; remove it"):
         save_peft(with_lora(), saved)
-
-
-def test_nothing_is_loaded_beside_what_has_been_merged(saved):
-    model = with_lora(targets=["wq", "w2"])
-    merge(model)
-    refused(saved, "merged already", model)
-    assert adapters(model)

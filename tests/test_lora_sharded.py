@@ -1,4 +1,4 @@
-"""Adapters in sharded models: what is trained, sent, held, merged, exported and resumed."""
+"""Adapters in sharded models: what is trained, sent, held, exported and resumed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as recompute
 
 from llama import Llama, LlamaConfig
-from llama.lora import add_lora, freeze, init_lora, is_adapter, merge, trainable_parameters
-from llama.weights import load_hf, load_peft, save_hf, save_peft
+from llama.lora import adapters, add_lora, freeze, init_lora, is_adapter, trainable_parameters
+from llama.weights import load_hf, load_meta, load_peft, save_hf, save_meta, save_peft, stored_dtype
 from minifsdp import checkpoint, events
 
 ENGINES = ["minifsdp", "torch.distributed.fsdp"]
@@ -235,33 +235,45 @@ def test_frozen_matrices_cost_no_gradient_memory(run_ranks):
 # ---- What the base is stored in
 
 
-def _logits_and_gradients(
-    engine: str, weights: str, base_dtype: torch.dtype | None
+def _computed_and_written(
+    engine: str, folder: str, base_dtype: torch.dtype | None, offload: bool
 ) -> list[torch.Tensor]:
-    model = build(engine, weights=weights, base_dtype=base_dtype, param_dtype=torch.bfloat16)
+    """Logits and gradients; the model is exported in float32 too."""
+    settings = {"param_dtype": torch.bfloat16, "offload": offload, "base_dtype": base_dtype}
+    model = build(engine, weights=Path(folder, "base"), **settings)
     stored = {p.dtype for name, p in model.named_parameters() if not is_adapter(name)}
     assert stored == {base_dtype or torch.float32}
     assert {p.dtype for p in trainable_parameters(model).values()} == {torch.float32}
+    train(model, range(2), dist.get_rank(), dist.get_world_size())
+    save_hf(model, Path(folder, str(base_dtype)), dtype=torch.float32)
     logits = model(tokens(2, seed=dist.get_rank()))
     logits.float().square().mean().backward()
-    gradients = [p.grad.full_tensor() for p in trainable_parameters(model).values()]
+    gradients = [p.grad.to_local() for p in trainable_parameters(model).values()]
     return [logits.detach(), *gradients]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_base_stored_in_bfloat16_changes_no_bit_under_mixed_precision(
-    tmp_path, run_ranks, engine
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_a_base_stored_as_its_files_are_changes_no_bit_under_mixed_precision(
+    tmp_path, run_ranks, engine, stored, offload
 ):
-    save_hf(filled(CONFIG), tmp_path / "base", dtype=torch.bfloat16)
+    save_hf(filled(CONFIG), tmp_path / "base", dtype=stored)
+    assert stored_dtype(tmp_path / "base") == stored
     runs = [
-        run_ranks(2, _logits_and_gradients, engine, str(tmp_path / "base"), dtype)
-        for dtype in (None, torch.bfloat16)
+        run_ranks(2, _computed_and_written, engine, str(tmp_path), dtype, offload)
+        for dtype in (None, stored)
     ]
     for wide, narrow in zip(*runs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(wide, narrow, strict=True))
+    base, *both = (exported(tmp_path / name) for name in ("base", "None", str(stored)))
+    for name, values in both[0].items():
+        assert torch.equal(values, both[1][name]), name
+        unadapted = name.endswith(("norm.weight", "tok_embeddings.weight", "output.weight"))
+        assert torch.equal(values, base[name]) == unadapted, name
 
 
-# ---- First values, merging, files
+# ---- First values, files
 
 
 def _first_values(engine: str) -> dict[str, torch.Tensor]:
@@ -280,58 +292,98 @@ def test_adapters_begin_alike_on_any_number_of_ranks(run_ranks, engine):
                 assert torch.equal(values[name], parameter), name
 
 
-def _write_and_merge(root: str, engine: str, offload: bool) -> list[float]:
-    """How far logits are, after loading adapters and after merging, from those before."""
-    model = build(engine, offload=offload)
+def _write(root: str, engine: str, settings: dict) -> None:
+    """Write adapters and sums; training goes on as if nothing had been written."""
+    model, alike = build(engine, **settings), build(engine, **settings)
+    optimizer, optimizer_alike = adamw(model), adamw(alike)
     before = model(tokens(2)).detach()
-    name = f"{engine}-{dist.get_world_size()}-{offload}"
-    with pytest.raises(ValueError, match=r"14 layers have LoRA adapters.*merge\(model\)"):
-        save_hf(model, Path(root, "apart"))
-    save_peft(model, Path(root, f"peft-{name}"), "base")
+    save_peft(model, Path(root, "peft"), "base")
+    save_hf(model, Path(root, "hf"))
+    save_meta(model, Path(root, "meta"), shards=2, dtype=torch.float64)
     init_lora(model, torch.Generator().manual_seed(2))
-    load_peft(model, Path(root, f"peft-{name}"))
-    loaded = model(tokens(2)).detach()
-    merge(model)
-    merged = model(tokens(2)).detach()
-    save_hf(model, Path(root, f"hf-{name}"))
-    return [(logits - before).abs().max().item() for logits in (loaded, merged)]
+    load_peft(model, Path(root, "peft"))
+    assert torch.equal(model(tokens(2)), before)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share = (rank, world_size) if world_size < 3 else (0, 1)  # of 4 rows
+    losses = train(model, range(2), *share, optimizer)
+    assert losses == train(alike, range(2), *share, optimizer_alike)
+    one, other = whole(model), whole(alike)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _write_on_two_axes(root: str, engine: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "rows"))
+    _write(root, engine, {"mesh": mesh})
+
+
+def assert_written(folder: Path) -> None:
+    """The folder has what one process writes."""
+    model = plain()
+    before = model(tokens(2)).detach()
+    save_peft(model, folder / "one" / "peft", "base")
+    save_hf(model, folder / "one" / "hf")
+    for path in (folder / "one" / "peft").iterdir():
+        assert (folder / "peft" / path.name).read_bytes() == path.read_bytes()
+    expected = exported(folder / "one" / "hf")
+    for kind in ("hf", "meta"):
+        for name, values in exported(folder / kind).items():
+            if name in {f"{path}.weight" for path in adapters(model)}:
+                assert torch.allclose(values, expected[name], rtol=0, atol=1e-7), name
+                assert not torch.equal(values, model.get_parameter(name)), name
+            else:
+                assert torch.equal(values, expected[name]), name
+    loaded = Llama(CONFIG)
+    load_hf(loaded, folder / "hf")
+    assert torch.allclose(loaded(tokens(2)), before, rtol=0, atol=1e-5)
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of an export in float32, by our names; Meta's files or Hugging Face's."""
+    model = Llama(CONFIG)
+    (load_meta if (folder / "params.json").exists() else load_hf)(model, folder)
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("world_size", "offload"), [(2, False), (3, False), (3, True)])
-def test_ranks_write_the_adapters_and_the_sum_that_one_process_writes(
-    tmp_path, run_ranks, engine, world_size, offload
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (3, {"offload": True}),
+        (2, {"reshard_after_forward": False}),
+    ],
+    ids=str,
+)
+def test_ranks_write_the_adapters_and_the_sums_that_one_process_writes(
+    tmp_path, run_ranks, engine, world_size, settings
 ):
-    for loaded, merged in run_ranks(world_size, _write_and_merge, str(tmp_path), engine, offload):
-        assert loaded == 0
-        assert merged < 1e-5
+    run_ranks(world_size, _write, str(tmp_path), engine, settings)
+    assert_written(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_replicas_write_the_sums_of_their_rows(tmp_path, run_ranks, engine):
+    run_ranks(4, _write_on_two_axes, str(tmp_path), engine)
+    assert_written(tmp_path)
+
+
+def _write_alone(root: str) -> None:
+    """Rank 0 writes a plain model; a collective that it entered would be met by none."""
     model = plain()
-    save_peft(model, tmp_path / "peft", "base")
-    for path in (tmp_path / "peft").iterdir():
-        written = tmp_path / f"peft-{engine}-{world_size}-{offload}" / path.name
-        assert written.read_bytes() == path.read_bytes()
-    merge(model)
-    exported = Llama(CONFIG)
-    load_hf(exported, tmp_path / f"hf-{engine}-{world_size}-{offload}")
-    for name, parameter in exported.named_parameters():
-        expected = model.get_parameter(name)
-        assert torch.allclose(parameter, expected, rtol=0, atol=1e-7), name
-    assert sorted(tmp_path.glob("apart")) == []
+    if dist.get_rank() == 0:
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            save_peft(model, Path(root, "peft"), "base")
+            save_hf(model, Path(root, "hf"))
+            save_meta(model, Path(root, "meta"))
+        assert not [event.key for event in seen.key_averages() if "gloo" in event.key]
+    dist.barrier()
 
 
-def _merge_on_two_axes() -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "rows"))
-    model = build("minifsdp", mesh=mesh)
-    merge(model)
-    return whole(model)
-
-
-def test_replicas_merge_the_same_rows(run_ranks):
-    model = plain()
-    merge(model)
-    for values in run_ranks(4, _merge_on_two_axes):
-        for name, parameter in model.named_parameters():
-            assert torch.allclose(values[name], parameter, rtol=0, atol=1e-7), name
+def test_one_rank_alone_writes_a_plain_model(tmp_path, run_ranks):
+    run_ranks(2, _write_alone, str(tmp_path))
+    assert_written(tmp_path)
 
 
 def _refusals(engine_name: str) -> None:

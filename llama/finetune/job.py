@@ -25,6 +25,7 @@ from llama.finetune.run_folder import (
     is_finished,
     is_summarised,
 )
+from llama.weights import fingerprint
 
 TASK_STEPS, DATA_EPOCHS = 1200, 3
 STATE_BYTES = 12  # a trained parameter in a checkpoint: it and AdamW's two moments, in float32
@@ -59,6 +60,8 @@ class Job(NamedTuple):
         """What a run cannot change: its model, and what the order of its data depends on."""
         args, batches = self.args, self.batches
         lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "targets": args.lora_targets}
+        if args.lora_rank:  # a checkpoint holds adapters alone
+            lora["base"] = fingerprint(args.model)
         identity = {"config": asdict(self.config), "lora": lora}
         if batches:
             corpus = batches.corpus

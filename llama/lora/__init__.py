@@ -6,16 +6,16 @@
     add_lora(model, rank=16)  # then shard, model.to_empty, load_hf
     init_lora(model, torch.Generator().manual_seed(0))
 
-The optimizer is given `trainable_parameters(model)`; `merge` folds the adapters in for an export,
-and `llama.weights.save_peft` writes them on their own.
+The optimizer is given `trainable_parameters(model)`. `llama.weights.save_hf` and `save_meta` write
+the sums of matrices and adapters, `save_peft` the adapters on their own.
 
 What is where: `layers` (what is computed), `add` (which layers, what is frozen, first values),
-`merge`.
+`merge` (the sums).
 """
 
 from llama.lora.add import ALL_LINEAR, HF_TARGETS, add_lora, freeze, init_lora, trainable_parameters
 from llama.lora.layers import LoRALinear, adapters, is_adapter
-from llama.lora.merge import check_merged, merge
+from llama.lora.merge import merged_rows
 
 __all__ = [
     "ALL_LINEAR",
@@ -23,10 +23,9 @@ __all__ = [
     "LoRALinear",
     "adapters",
     "add_lora",
-    "check_merged",
     "freeze",
     "init_lora",
     "is_adapter",
-    "merge",
+    "merged_rows",
     "trainable_parameters",
 ]

@@ -44,7 +44,8 @@ def add_lora(
         Where blocks are recomputed in backward, that must be with `preserve_rng_state=True`.
     targets: layers by our names (wq, wk, wv, wo, w1, w2, w3, output) or Hugging Face's (q_proj to
         lm_head), or "all-linear", which is all but the head.
-    base_dtype: the type that frozen parameters are stored in from now on (see `freeze`).
+    base_dtype: the type that frozen parameters are stored in from now on (see `freeze`). With
+        `llama.weights.stored_dtype` of the folder that is loaded nothing of it is lost.
 
     Before sharding; the model may be on meta. Adapters are float32, or float64 in such a model, and
     add nothing at first (B is 0); where parameters get memory or values later, call `init_lora`
@@ -82,8 +83,9 @@ def add_lora(
 def freeze(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Make every parameter but the adapters' untrained and, if given, store it as `dtype`.
 
-    Under mixed precision in `dtype` nothing that is computed changes by it: weights are rounded
-    once, at loading instead of at every gather. Call it before sharding; ValueError after that.
+    Under mixed precision nothing that is computed changes by it where `dtype` holds the weights as
+    they are loaded, or is what is computed in: they are rounded once. But what `dtype` does not
+    hold is missing in an export. Call it before sharding; ValueError after that.
     """
     _check_dtype(dtype)
     for name, parameter in model.named_parameters():

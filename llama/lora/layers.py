@@ -28,7 +28,6 @@ class LoRALinear(nn.Linear):
         nn.Linear.__init__(self, base.in_features, base.out_features, bias=False, device="meta")
         self.weight = base.weight
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
-        self.merged = False  # whether W holds the adapter already
         like = {
             "bias": False,
             "device": base.weight.device,
@@ -41,8 +40,6 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         result = super().forward(x)
-        if self.merged:
-            return result
         low = self.lora_a(self.dropout(x.to(self.lora_a.weight.dtype)))
         # Scaled here, where it is smallest.
         return (result + self.lora_b(low * self.scale)).to(result.dtype)
@@ -59,8 +56,6 @@ class LoRAHead(LoRALinear, Head):
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return super().forward(x)
-        if self.merged:
-            return Head.forward(self, x, targets)
         wide = torch.promote_types(x.dtype, torch.float32)
         rows_at_once = max(1, self.chunk_bytes // (self.out_features * wide.itemsize))
         x, flat = x.flatten(0, -2), targets.flatten()

@@ -1,35 +1,47 @@
-"""Adding adapters into the matrices beside them, as exports and generation want them."""
+"""Matrices with their adapters added in, as exports want them.
+
+[Note: summed as it is written]
+W + scale * B A is computed a buffer of rows at a time, in float32 at least, while it goes into a
+file, where it is rounded once, to the file's type. Put into the model instead it would be rounded
+to what W is stored in, where a change that is small beside W is lost; and the model could neither
+go on training nor forget the sum.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llama.lora.layers import adapters
-from llama.parameters import local_part, named_parameters
+from llama.lora.layers import LoRALinear, adapters
+from llama.parameters import local_part
+
+
+def merged_rows(model: nn.Module) -> dict[Tensor, Callable[[slice], Tensor]]:
+    """For each adapted matrix what gives rows of its sum with the adapter's product.
+
+    The slice is of the rows that this rank holds; the rows are float32, or float64 where a term is.
+    Every rank of a sharded model calls this, as each A is gathered here; computing rows sends
+    nothing. Units must be resharded. The model is not changed.
+    """
+    sums = {}
+    for layer in adapters(model).values():
+        a = _whole(layer.lora_a.weight).to(local_part(layer.lora_b.weight).device)
+        sums[layer.weight] = functools.partial(_sum, layer, a)
+    return sums
 
 
 @torch.no_grad()
-def merge(model: nn.Module) -> None:
-    """Add every adapter's product to its frozen matrix, and stop computing it beside.
-
-    The model then computes what it did, and `save_hf` and `save_meta` write it. Every rank of a
-    sharded model calls this and changes its own rows; one A is gathered at a time, sums are in
-    float32 at least and rounded to the matrix's type. There is no way back: the sum forgets its
-    terms. Layers that are merged already are left as they are.
-    """
-    named_parameters(model)  # reshards, so that rows are the truth; refuses what is on meta
-    for layer in adapters(model).values():
-        if layer.merged:
-            continue
-        rows, b = local_part(layer.weight), local_part(layer.lora_b.weight)
-        wide = torch.promote_types(rows.dtype, b.dtype)
-        a = _whole(layer.lora_a.weight).to(b.device, wide)
-        rows.copy_(rows.to(wide) + layer.scale * (b.to(wide) @ a))
-        layer.merged = True
+def _sum(layer: LoRALinear, a: Tensor, rows: slice) -> Tensor:
+    w, b = local_part(layer.weight)[rows], local_part(layer.lora_b.weight)[rows]
+    wide = torch.promote_types(w.dtype, b.dtype)
+    return (b.to(wide) @ a.to(wide)).mul_(layer.scale).add_(w)
 
 
+@torch.no_grad()
 def _whole(parameter: Tensor) -> Tensor:
     """All rows of a parameter, on every rank; where its mesh is, which sends no other memory."""
     if not isinstance(parameter, DTensor):
@@ -44,13 +56,3 @@ def _whole(parameter: Tensor) -> Tensor:
         stride=parameter.stride(),
     )
     return there.full_tensor()
-
-
-def check_merged(model: nn.Module) -> None:
-    """ValueError for adapters that files of whole models cannot hold."""
-    apart = [path for path, layer in adapters(model).items() if not layer.merged]
-    if apart:
-        raise ValueError(
-            f"{len(apart)} layers have LoRA adapters beside their weights ({apart[0]}, ...): call "
-            "merge(model) to add them in, or write them on their own with save_peft"
-        )

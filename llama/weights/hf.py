@@ -47,8 +47,10 @@ def save_hf(
     """Writes a Llama as a Hugging Face folder that transformers loads as LlamaForCausalLM.
 
     The model is plain, or sharded by rows (DTensor): then every rank calls this and writes its own
-    rows, into a file system that all see. Nothing is gathered; 16 MiB is held beyond the shard.
-    Values are cast to `dtype` (default: each parameter's own). Weights go into files of at most
+    rows, into a file system that all see. Nothing but the A of adapters is gathered; buffers of
+    16 MiB are held beyond the shard. A matrix with an adapter is written as their sum, which leaves
+    the model as it is. Values are cast to `dtype` (default: each parameter's own), sums once, from
+    float32 at least. Weights go into files of at most
     `max_shard_bytes` (one larger tensor gets a file to itself), with an index of them.
     All is written beside `dir` and renamed at the end, so `dir` is complete or absent. ValueError
     if it exists and is not an empty folder, OSError where the disk has no room. A failure on any

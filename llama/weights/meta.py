@@ -43,7 +43,8 @@ def save_meta(
     """Writes a Llama as Meta distributes it: `shards` `consolidated.NN.pth` files, `params.json`
     and, if given, `tokenizer.model`.
 
-    Ranks write together, and failures end, as in `save_hf`. Meta's files have no tied embeddings:
+    Ranks write together, adapters are added in, and failures end, as in `save_hf`. Meta's files
+    have no tied embeddings:
     a tied matrix is written twice, as embedding and as head. ValueError if heads, key and value
     heads, hidden size or vocabulary cannot be shared evenly among `shards`.
     """

@@ -202,8 +202,6 @@ def _read_tensors(folder: Path) -> dict[str, Place]:
 
 def _check(folder: Path, stored: dict[str, Place], config: LoRAConfig, model: Llama) -> None:
     """ValueError unless the folder has the adapters of such a model, no more and no fewer."""
-    if any(layer.merged for layer in adapters(model).values()):
-        raise ValueError("the model's adapters are merged already: build it anew to load others")
     with torch.device("meta"):
         alike = Llama(model.config)
     add_lora(alike, config.rank, config.alpha, config.dropout, config.targets)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llama.config import LlamaConfig
-from llama.lora import check_merged, is_adapter
+from llama.lora import is_adapter, merged_rows
 from llama.parameters import (
     Owners,
     local_part,
@@ -88,26 +88,37 @@ def load(model: nn.Module, source: Source) -> None:
 
 
 def save(model: nn.Module, dir: str | Path, open_sink: Callable[[Path, Tensors], Sink]) -> None:
-    """Write the model's rows, each rank its own, into the files that `open_sink` lays out."""
-    check_merged(model)
+    """Write the model's rows, each rank its own, into the files that `open_sink` lays out.
+
+    Adapted matrices are written with the adapters added in.
+    """
     everything = named_parameters(model)
-    save_parameters({n: p for n, p in everything.items() if not is_adapter(n)}, dir, open_sink)
+    parameters = {name: p for name, p in everything.items() if not is_adapter(name)}
+    save_parameters(parameters, dir, open_sink, merged_rows(model))
 
 
 def save_parameters(
-    parameters: Mapping[str, Tensor], dir: str | Path, open_sink: Callable[[Path, Tensors], Sink]
+    parameters: Mapping[str, Tensor],
+    dir: str | Path,
+    open_sink: Callable[[Path, Tensors], Sink],
+    sums: Mapping[Tensor, Callable[[slice], Tensor]] | None = None,
 ) -> None:
-    """Write the rows of these parameters; all ranks that share them call it."""
+    """Write the rows of these parameters; all ranks that share them call it.
+
+    Of one that is in `sums` those rows are written that its function gives for a slice of what this
+    rank holds.
+    """
     tensors = {name: (tuple(p.shape), p.dtype) for name, p in parameters.items()}
     ranks = Ranks(any(isinstance(p, DTensor) for p in parameters.values()))
 
     def write() -> None:
         for name, parameter in parameters.items():
-            rows = rows_to_write(parameter, first_rank=ranks.rank == 0)
-            if rows.start < rows.stop:
-                skipped = rows.start - own_rows(parameter).start
-                local = local_part(parameter).detach()
-                sink.write(name, rows.start, local[skipped : skipped + rows.stop - rows.start])
+            rows, own = rows_to_write(parameter, first_rank=ranks.rank == 0), own_rows(parameter)
+            values = (sums or {}).get(parameter, local_part(parameter).detach().__getitem__)
+            count = rows_per_chunk(row_bytes(tuple(parameter.shape), torch.float32))
+            for first in range(rows.start, rows.stop, count):
+                last = min(first + count, rows.stop)
+                sink.write(name, first, values(slice(first - own.start, last - own.start)))
         sink.flush()
 
     with published(Path(dir), ranks) as folder:
