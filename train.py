@@ -20,6 +20,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from llama.finetune.job import Job, prepare, read_flags
 from llama.finetune.memory import PeakMemory
 from llama.finetune.metrics import describe
 from llama.finetune.older_engines import bare, llama_in, no_sync, shard_flat
+from llama.finetune.planned import changed, changes, full_rows, planned_job
 from llama.finetune.processes import Termination, connect, everywhere, leave
 from llama.finetune.progress import WARM_UP_STEPS, Progress, Trained, announce
 from llama.finetune.schedule import lr_at
@@ -51,6 +53,7 @@ from llama.generate import Settings, answer_all, converse
 from llama.lora import add_lora, init_lora
 from llama.weights import load_hf, save_hf, save_peft, stored_dtype
 from minifsdp import checkpoint
+from minifsdp.plan import GPU, Change
 from minifsdp.watchdog import Watchdog
 
 # ---- The model, sharded ---------------------------------------------------------------------
@@ -58,23 +61,7 @@ from minifsdp.watchdog import Watchdog
 
 def build(job: Job) -> nn.Module:
     """The model on this rank's device, shared out by the engine, with its first weights."""
-    args = job.args
-    with torch.device("meta"):
-        model = Llama(job.config)
-    if args.lora_rank:  # frozen weights stay as their files have them: what is computed is the same
-        stored = stored_dtype(args.model) if args.bf16 else None
-        chosen = args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets
-        add_lora(model, *chosen, base_dtype=stored)
-    if args.activation_checkpointing:  # before sharding, so that recomputation finds full weights
-        for block in model.layers:
-            block.forward = functools.partial(
-                recompute,
-                block.forward,
-                use_reentrant=False,
-                preserve_rng_state=args.lora_dropout > 0,
-            )
-    if args.engine in ("minifsdp", "fsdp2"):
-        shard(model, job)
+    args, model = job.args, outline(job)
     model.to_empty(device="cpu" if args.cpu_offload else job.device)
     if args.model:
         load_hf(model, args.model)
@@ -86,6 +73,28 @@ def build(job: Job) -> nn.Module:
     if args.engine == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     return shard_flat(model, job) if args.engine == "fsdp1" else model
+
+
+def outline(job: Job) -> Llama:
+    """The model on the meta device: with its adapters, recomputing and sharded if so asked."""
+    args = job.args
+    with torch.device("meta"):
+        model = Llama(job.config)
+    if args.lora_rank:  # frozen weights stay as their files have them: what is computed is the same
+        stored = stored_dtype(args.model) if args.model else torch.bfloat16
+        chosen = args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets
+        add_lora(model, *chosen, base_dtype=stored if args.bf16 else None)
+    if args.activation_checkpointing:  # before sharding, so that recomputation finds full weights
+        for block in model.layers:
+            block.forward = functools.partial(
+                recompute,
+                block.forward,
+                use_reentrant=False,
+                preserve_rng_state=args.lora_dropout > 0,
+            )
+    if args.engine in ("minifsdp", "fsdp2"):
+        shard(model, job)
+    return model
 
 
 def shard(model: Llama, job: Job) -> None:
@@ -415,6 +424,35 @@ def instead_of_training(model: nn.Module, job: Job) -> None:
         print(*describe(score), sep="\n")
 
 
+def plan() -> int:
+    """Plan the run that the flags describe, and print it; 0 if it fits, else 1."""
+    warnings.filterwarnings("ignore", module=r"torch\.")
+    args = read_flags(sys.argv[1:], 1, steps_saved)
+    job = planned_job(args, GPU)
+    settings: dict[str, Any] = {
+        "micro_batches": args.batch_size // (args.world_size * job.micro_batch),
+        "no_sync": args.no_sync,
+        "clip_norm": args.clip or None,
+        "nodes": args.nodes,
+        "steps": args.steps,
+        "price": args.price,
+        "changes": [Change(**change) for change in changes(job)],
+    }
+    if args.network:
+        settings["network_gb_s"] = args.network
+    report = minifsdp.plan.plan(
+        lambda **flags: (outline(changed(job, flags)), lambda m: make_optimizer(m, args)),
+        lambda **flags: full_rows(changed(job, flags)),
+        args.world_size,
+        args.gpu,
+        **settings,
+    )
+    for path in filter(None, (args.json, args.page)):
+        report.save(path)
+    print(report)
+    return 0 if report.fits else 1
+
+
 def do(started: float) -> None:
     """Do what the flags describe."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -454,6 +492,11 @@ def do(started: float) -> None:
 
 def main() -> None:
     started = time.perf_counter()
+    if "--plan" in sys.argv:  # in a world of its own
+        try:
+            sys.exit(plan())
+        except (ValueError, OSError) as reason:
+            sys.exit(f"train.py: error: {reason}")
     connect()
     try:
         do(started)

@@ -378,3 +378,25 @@ def test_a_rank_that_is_stuck_is_named_with_step_phase_and_stack_and_all_end(
         "for 4 s", "for 3 s"
     )
     assert "time.sleep(1000)" in ended.stderr
+
+
+# ---- Planning -------------------------------------------------------------------------------
+
+
+def test_a_run_is_planned_without_data_and_told_what_would_make_it_fit(tmp_path: Path) -> None:
+    shape = ["--dim", "64", "--layers", "2", "--heads", "4", "--ffn", "128", "--seq-len", "64"]
+    flags = ["--plan", "--world-size", "4", *shape, "--batch-size", "16", "--steps", "10"]
+    files = [tmp_path / "plan.json", tmp_path / "plan.html"]
+    written = ["--json", str(files[0]), "--page", str(files[1])]
+    run = launch(tmp_path / "run", 1, *flags, "--gpu", "A100-80", "--price", "2", *written)
+    assert "fits: at most" in run.stdout and "10 steps: " in run.stdout
+    report = json.loads(files[0].read_text())
+    blocks = 4  # embedding, two blocks, head; the root has but a norm
+    assert report["messages"]["reduce_scatter"]["count"] == blocks + 1
+    assert "<svg" in files[1].read_text()
+    assert not run.out.exists()
+    large = ["--dim", "256", "--ffn", "1024", "--seq-len", "256", "--batch-size", "64"]
+    small = launch(tmp_path / "run", 1, *flags, *large, "--gpu", "1.6", code=1)
+    assert "DOES NOT FIT" in small.stdout and "--activation-checkpointing" in small.stdout
+    refused = launch(tmp_path / "run", 1, "--plan", "--gpu", "80", code=1)
+    assert "--plan needs --world-size" in refused.stderr

@@ -31,7 +31,9 @@ LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 DATA = ("data", "tokenizer", "template", "on_bad_line", "seq_len", "packing", "batch_size")
 # What a run keeps when it is resumed: the model, and the order of the data.
 FIXED = (*SHAPE, "model", "preset", "seed", *LORA, *DATA)
-INSTEAD = ("eval_only", "chat", "show_sample")  # of training
+INSTEAD = ("eval_only", "chat", "show_sample", "plan")  # of training
+
+PLANNING = ("world_size", "gpu", "nodes", "network", "price", "json", "page")
 
 
 def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
@@ -43,6 +45,7 @@ def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(expand(argv, parser))
     _check_purpose(args)
+    world_size = args.world_size or world_size
     if args.resume or (args.show_sample and not args.data and is_run(_run_folder(args))):
         args = _recorded(parser, argv, args)
     elif (args.eval_only or args.chat) and not args.model:
@@ -50,7 +53,7 @@ def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
     args.out = str(_run_folder(args))
     _fill_in(args)
     _check_engine(args, world_size)
-    if not trains(args):
+    if not trains(args) and not args.plan:
         args.batch_size = world_size  # of no consequence, and no reason to refuse
     _check_batch(args, world_size)
     _check_hsdp(args, world_size)
@@ -169,6 +172,13 @@ def _check_purpose(args: argparse.Namespace) -> None:
         raise ValueError(f"{asked[0]} and {asked[1]} are two things to do: give one of them")
     if asked and args.overwrite:
         raise ValueError(f"{asked[0]} trains nothing, so there is nothing to --overwrite: drop it")
+    planning = [_named(flag) for flag in PLANNING if getattr(args, flag) is not None]
+    if args.plan and None in (args.world_size, args.gpu):
+        raise ValueError("--plan needs --world-size, how many ranks, and --gpu, a name or GB")
+    if planning and not args.plan:
+        raise ValueError(f"{planning[0]} goes with --plan: give both")
+    if args.plan and (args.resume or args.engine != "minifsdp"):
+        raise ValueError("--plan is of a new run of --engine minifsdp: drop --resume and --engine")
     if args.eval_only and args.model and not args.eval_data:
         raise ValueError("--eval-only of --model needs --eval-data, files to evaluate on")
 
@@ -188,16 +198,16 @@ def _check_optimisation(args: argparse.Namespace) -> None:
         given = [flag for flag in LORA if getattr(args, flag)]
         if given:
             raise ValueError(f"{_named(given[0])} goes with --lora-rank: give both")
-    elif not args.model:
+    elif not args.model and not args.plan:
         raise ValueError("--lora-rank adapts a trained model: give --model")
 
 
 def _check_data(args: argparse.Namespace) -> None:
     if args.model and (given := [flag for flag in ("preset", *SHAPE) if getattr(args, flag)]):
         raise ValueError(f"--model fixes the model's shape: drop {_named(given[0])}")
-    if args.data and not (args.tokenizer or args.model):
+    if args.data and not (args.tokenizer or args.model or args.plan):
         raise ValueError("--data needs --tokenizer, the SentencePiece model of your text")
-    if args.chat:
+    if args.chat or args.plan:
         return
     if args.eval_only:
         if args.data and not args.eval_data:

@@ -39,12 +39,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
     beside = Path(args.model, "tokenizer.model") if args.model else tasks.TOKENIZER_PATH
     tokenizer = Tokenizer(args.tokenizer or beside)
     config = choose_model(args, tokenizer)
-    seq_len = args.seq_len or min(DATA_SEQ_LEN, config.max_seq_len)
-    if seq_len > config.max_seq_len:
-        raise ValueError(
-            f"--seq-len {seq_len} exceeds the model's longest sequence, {config.max_seq_len} "
-            "tokens: lower it, or raise --max-seq-len of a model trained from scratch"
-        )
+    seq_len = choose_seq_len(args, config)
     examples, evaluation, questions = None, None, []
     if args.data or args.eval_data:
         examples, evaluation = _own_data(args, tokenizer, seq_len)
@@ -108,7 +103,18 @@ def _sample(prompt: str, tokenizer: Tokenizer) -> list[int]:
         raise ValueError(f"--sample {prompt!r}: {reason}") from None
 
 
-def choose_model(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaConfig:
+def choose_seq_len(args: argparse.Namespace, config: LlamaConfig) -> int:
+    """The longest sequence, in tokens; ValueError for one that the model does not take."""
+    seq_len = args.seq_len or min(DATA_SEQ_LEN, config.max_seq_len)
+    if seq_len > config.max_seq_len:
+        raise ValueError(
+            f"--seq-len {seq_len} exceeds the model's longest sequence, {config.max_seq_len} "
+            "tokens: lower it, or raise --max-seq-len of a model trained from scratch"
+        )
+    return seq_len
+
+
+def choose_model(args: argparse.Namespace, tokenizer: Tokenizer | None) -> LlamaConfig:
     """The model's shape from --model, or --preset and the flags that refine it."""
     if args.model:
         config = LlamaConfig.from_hf(args.model)
@@ -120,7 +126,7 @@ def choose_model(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaConfig:
         shape["n_kv_heads"] = args.kv_heads or args.heads
         given = {field: value for field, value in shape.items() if value is not None}
         config = replace(LlamaConfig.preset(args.preset or "tiny"), **given)
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer and tokenizer.vocab_size > config.vocab_size:
         remedy = "" if args.model else ", or raise --vocab"
         raise ValueError(
             f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} pieces, the model a vocabulary "

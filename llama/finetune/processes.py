@@ -1,8 +1,10 @@
 """The processes of a run: how they find one another, and how all of them end where one must."""
 
 import os
+import secrets
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -19,14 +21,52 @@ def connect() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    elif restarts() == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend)
-    else:
+        return
+    store, rank, world_size = next(rendezvous("env://"))
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared:
         # torchrun keeps one store over all its starts, and in it the addresses of processes that
         # have died: those of this start go under a name of their own (pytorch#135712).
-        store, rank, world_size = next(rendezvous("env://"))
-        store = dist.PrefixStore(f"start-{restarts()}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        starts = _agree_on_start(store, rank, world_size)
+        store = dist.PrefixStore(f"start-{starts}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    if shared:
+        before = starts - 1
+    else:
+        counts = torch.tensor(restarts())
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        before = int(counts)
+    # Several torchruns count each their own: one whose ranks only followed others' counts nothing.
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(before)
+
+
+def _agree_on_start(store: dist.Store, rank: int, world_size: int) -> int:
+    """Count the starts of ranks that used `store`, this one included; all get the same number.
+
+    Rank 0 counts it and answers whoever asks. What dead ranks of starts before asked is still in
+    the store: each asks under a name of its own, and rank 0 answers until all have confirmed.
+    """
+    mine = secrets.token_hex(8)
+    if rank:
+        store.set(f"asks/{rank}", mine)
+        start = int(store.get(f"answer/{mine}"))
+        store.set(f"knows/{start}/{rank}", "")
+        return start
+    start, answered, waiting = store.add("starts", 1), set(), set(range(1, world_size))
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while waiting:
+        for other in sorted(waiting):
+            if store.check([f"knows/{start}/{other}"]):
+                waiting.remove(other)
+            elif store.check([f"asks/{other}"]):
+                asking = store.get(f"asks/{other}").decode()
+                if asking not in answered:
+                    store.set(f"answer/{asking}", str(start))
+                    answered.add(asking)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(waiting)} did not start")
+        time.sleep(0.02)
+    return start
 
 
 def everywhere(work: Callable[[], T], done: Callable[[], object] | None = None) -> T:
@@ -79,7 +119,7 @@ class Termination:
 
 
 def restarts() -> int:
-    """How often torchrun has started these processes again."""
+    """How often torchrun has started these processes again; after `connect`, alike on all ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
