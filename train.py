@@ -487,6 +487,8 @@ def do(started: float) -> None:
             watchdog.at(job.steps, "summing up")
             sum_up(llama_in(model, job), run.job, trained, started)
         if rank == 0:
+            if args.lora_rank:
+                print(f"adapter: {job.out / 'adapter'}")
             print(f"export: {job.out / 'export'}")
 
 

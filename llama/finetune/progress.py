@@ -41,15 +41,25 @@ def announce(job: Job) -> None:
 def _about_data(job: Job) -> str:
     corpus, rows = job.batches.corpus, job.batches.rows_in_epoch(0)
     packed = f" of {job.pack_to:,}" if job.pack_to else ""
-    return (
+    batch = job.batches.global_batch
+    told = (
         f"data: {len(corpus):,} examples of {corpus.lengths.sum():,} tokens, "
-        f"{corpus.learnt.sum():,} of them learnt; an epoch takes {rows:,} rows{packed}, "
-        f"{math.ceil(rows / job.batches.global_batch):,} steps, the run {job.steps:,}"
+        f"{corpus.learnt.sum():,} of them learnt\nsteps: {job.steps:,} of {batch:,} rows{packed}; "
+        f"an epoch is {_counted(rows, 'row')}, {_counted(math.ceil(rows / batch), 'step')}"
     )
+    if rows < batch:
+        told += f"\nnote: --batch-size {batch} holds all of the data: a smaller one learns faster"
+    return told
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}" + "s" * (count != 1)
 
 
 def _about_model(job: Job) -> str:
     args, count = job.args, f"{job.config.num_parameters:,} parameters"
+    if args.lora_rank:
+        count += f" and adapters of rank {args.lora_rank}"
     if args.resume:
         return f"model: {count}, from {job.out / 'checkpoints'}"
     return f"model: {count}, from {args.model or 'scratch'}"

@@ -50,4 +50,5 @@ def sum_up(model: nn.Module, job: Job, trained: Trained, started: float) -> None
     write_page(job.out)
     for prompt, answer in zip(inputs.samples, said, strict=True):
         print(f"{inputs.tokenizer.decode(prompt)} {answer}")
+    print(f"report: {job.out / 'report.html'}")
     print(*describe(summary), sep="\n")
