@@ -8,14 +8,12 @@ built. Compared are rank 0's peak within the second step and its messages, their
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import itertools
 import multiprocessing
 import os
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,9 +36,9 @@ from minifsdp.plan.rehearsal import counting, train_step
 from minifsdp.plan.settings import Settings
 
 from .plan_models import Options, llama, tokens_and_targets
+from .profiled import settled_waits, within_mark
 
 _MARK = "benchmarks.plan_proof: the measured step"
-_SETTLING_SECONDS = 0.003
 TOLERANCE = 0.02
 
 
@@ -116,7 +114,7 @@ def measure(case: Case) -> Measured:
     settings = case.plan_settings()
     gc.collect()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with collectives.use_collectives(settings.collectives), _settled_waits(), profiler:
+    with collectives.use_collectives(settings.collectives), settled_waits(), profiler:
         model, make_optimizer = llama(case.config(), "cpu", case.options)
         model.to_empty(device="cpu")
         with torch.no_grad():
@@ -131,39 +129,7 @@ def measure(case: Case) -> Measured:
         with counting() as messages, record_function(_MARK):
             train_step(model, optimizer, batch, settings)
     del model, optimizer, make_optimizer
-    return Measured(_peak_within_mark(profiler), messages)
-
-
-@contextlib.contextmanager
-def _settled_waits() -> Iterator[None]:
-    """Let gloo's threads drop a message's tensors before its wait returns: the profiler does not
-    see what they free, and if they are last, its sum stays too high for good."""
-    original = dist.Work.wait
-
-    def wait(work: dist.Work, *args: Any, **keywords: Any) -> Any:
-        result = original(work, *args, **keywords)
-        time.sleep(_SETTLING_SECONDS)
-        return result
-
-    dist.Work.wait = wait  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        dist.Work.wait = original  # type: ignore[method-assign]
-
-
-def _peak_within_mark(profiler: profile) -> int:
-    """The highest running sum of all memory events while the mark was set."""
-    events = profiler.profiler.kineto_results.events()
-    mark = next(event for event in events if event.name() == _MARK)
-    start, end = mark.start_ns(), mark.start_ns() + mark.duration_ns()
-    changes = sorted(
-        ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"),
-        key=lambda change: change[0],
-    )
-    before = sum(nbytes for at, nbytes in changes if at < start)
-    inside = (nbytes for at, nbytes in changes if start <= at <= end)
-    return max(itertools.accumulate(inside, initial=before))
+    return Measured(within_mark(profiler, _MARK).peak_bytes, messages)
 
 
 def _serve(rank: int, world_size: int, store: str, cases: list[Case], pipe: Any) -> None:

@@ -8,7 +8,7 @@ From it goes what any engine must hold by formula, this rank's padded rows and t
 (`Work.shard_bytes`). The profiler does not see what gloo's threads free: a thread drops a message's
 tensors just after it has told the waiting rank, and if it drops them last the sum stays too high
 for good. So in this run every wait lasts a little longer, until that has happened
-(`_settled_waits`). The allocator knows nothing of shared memory, so the process's own shared
+(`settled_waits`). The allocator knows nothing of shared memory, so the process's own shared
 mappings, as its memory map lists them at the end, are added. On CUDA the allocator has counters.
 """
 
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.profiled import settled_waits, within_mark
+
 from .built import Built, Setup
 from .engines import Engine
 from .timing import build
 
 _STEPS = 3
-_SETTLING_SECONDS = 0.005
 _MARK = "benchmarks.step: the measured step"
 
 
@@ -62,7 +61,7 @@ def measure(engine: Engine, setup: Setup) -> Memory:
         return _measure_cuda(engine, setup, 0 if on_host else shards)
     mapped = shared_mapping_bytes()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _settled_waits(), profiler:
+    with settled_waits(), profiler:
         built = _build(engine, setup)
         for step in range(_STEPS - 1):
             built.step(_tokens(setup, step))
@@ -70,7 +69,7 @@ def measure(engine: Engine, setup: Setup) -> Memory:
         with count_refills() as refills, record_function(_MARK):
             built.step(tokens)
     mapped = shared_mapping_bytes() - mapped
-    peak, allocations = _within_mark(profiler)
+    peak, allocations = within_mark(profiler, _MARK)
     return Memory(peak + mapped, shards, mapped, allocations - len(refills), len(refills))
 
 
@@ -83,40 +82,6 @@ def _build(engine: Engine, setup: Setup) -> Built:
 def _tokens(setup: Setup, step: int) -> torch.Tensor:
     dist.barrier()
     return setup.work.tokens(setup.seed, step, dist.get_rank(), setup.device)
-
-
-@contextlib.contextmanager
-def _settled_waits() -> Iterator[None]:
-    """Let the threads of the process group drop a message's tensors before its wait returns."""
-    original = dist.Work.wait
-
-    def wait(work: dist.Work, *args: Any, **keywords: Any) -> Any:
-        result = original(work, *args, **keywords)
-        time.sleep(_SETTLING_SECONDS)
-        return result
-
-    dist.Work.wait = wait  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        dist.Work.wait = original  # type: ignore[method-assign]
-
-
-def _within_mark(profiler: profile) -> tuple[int, int]:
-    """The peak of the running sum of all events, and the allocations, while the mark was set."""
-    # The public summary adds memory up by operator; only the events tell what lived at once.
-    events = profiler.profiler.kineto_results.events()
-    mark = next(event for event in events if event.name() == _MARK)
-    start, end = mark.start_ns(), mark.start_ns() + mark.duration_ns()
-    # sorted() is stable: events of the same nanosecond stay in the order they were recorded.
-    changes = sorted(
-        ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"),
-        key=lambda change: change[0],
-    )
-    before = sum(nbytes for at, nbytes in changes if at < start)
-    inside = [nbytes for at, nbytes in changes if start <= at <= end]
-    peak = max(itertools.accumulate(inside, initial=before))
-    return peak, sum(nbytes > 0 for nbytes in inside)
 
 
 def _measure_cuda(engine: Engine, setup: Setup, shards: int) -> Memory:

@@ -7,7 +7,6 @@ checksum, and the sum of squares in float64.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 import zlib
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.profiled import within_mark
 from benchmarks.step.memory import shared_mapping_bytes
 from llama import Llama
 from llama.parameters import local_part, own_rows
@@ -178,20 +178,7 @@ def peaks(profiler: profile) -> list[int]:
 
     Messages through shared memory have no tensors that gloo's threads could free unseen.
     """
-    events = profiler.profiler.kineto_results.events()
-    # sorted() is stable: events of the same nanosecond stay in the order they were recorded.
-    changes = sorted(
-        ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"),
-        key=lambda change: change[0],
-    )
-    held = list(itertools.accumulate(nbytes for _, nbytes in changes))
-    found = []
-    for step in _STEPS:
-        mark = next(event for event in events if event.name() == step)
-        start, end = mark.start_ns(), mark.start_ns() + mark.duration_ns()
-        inside = (now for (at, _), now in zip(changes, held, strict=True) if start <= at <= end)
-        found.append(max(inside))
-    return found
+    return [within_mark(profiler, step).peak_bytes for step in _STEPS]
 
 
 # ---- The plan -----------------------------------------------------------------------------------

@@ -175,6 +175,10 @@ def _check_purpose(args: argparse.Namespace) -> None:
     planning = [_named(flag) for flag in PLANNING if getattr(args, flag) is not None]
     if args.plan and None in (args.world_size, args.gpu):
         raise ValueError("--plan needs --world-size, how many ranks, and --gpu, a name or GB")
+    for flag, ending in (("json", ".json"), ("page", ".html")):
+        path = getattr(args, flag)
+        if path and (Path(path).suffix != ending or not Path(path).parent.is_dir()):
+            raise ValueError(f"--{flag} {path}: give a file in a folder that exists, with {ending}")
     if planning and not args.plan:
         raise ValueError(f"{planning[0]} goes with --plan: give both")
     if args.plan and (args.resume or args.engine != "minifsdp"):
