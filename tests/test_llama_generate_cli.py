@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -70,6 +71,8 @@ def test_lines_of_a_pipe_are_turns_and_a_refused_one_ends_nothing(folder):
 def read_until(descriptor: int, ending: bytes) -> bytes:
     shown, deadline = b"", time.monotonic() + 40
     while not shown.endswith(ending) and time.monotonic() < deadline:
+        if not select.select([descriptor], [], [], 1.0)[0]:
+            continue
         try:
             shown += os.read(descriptor, 4096)
         except OSError:  # the other end is closed
@@ -92,6 +95,7 @@ def test_a_terminal_gets_prompts_and_ctrl_c_and_ctrl_d(folder):
         assert answer in read_until(ours, b"> ")
         os.write(ours, b"half a li")
         read_until(ours, b"half a li")
+        time.sleep(0.5)  # until it waits: what comes just before is heeded at the next key only
         process.send_signal(signal.SIGINT)
         assert b"Ctrl-D ends" in read_until(ours, b"> ")
         os.write(ours, b"\x04")
