@@ -102,7 +102,7 @@ def peers_in_shared_memory(host: Host) -> bool:
     return any("/dev/shm/#" in text for text in maps)  # they have no names
 
 
-@pytest.mark.parametrize("sharing", ["all ranks", "a host"])
+@pytest.mark.parametrize("sharing", [pytest.param("all ranks", marks=pytest.mark.slow), "a host"])
 def test_two_hosts_train_as_one_host_does(
     sharing: str, two: Two, flags: list[str], on_one_host: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -117,9 +117,8 @@ def test_two_hosts_train_as_one_host_does(
         assert_ended_as(run, on_one_host(*more), hosts)
 
 
-@pytest.mark.parametrize(
-    "store", ["one store", pytest.param("a store for each start", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["one store", "a store for each start"])
 def test_a_rank_that_is_killed_starts_both_hosts_again(
     store: str,
     two: Two,
@@ -148,6 +147,7 @@ def test_a_rank_that_is_killed_starts_both_hosts_again(
     assert hosts[0].log.read_text().count("failed (exitcode: ") == 0
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_comes_back_and_the_run_goes_on(
     two: Two, flags: list[str], on_one_host: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -232,6 +232,7 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
         job.wait()
 
 
+@pytest.mark.slow
 def test_the_slurm_script_saves_before_its_time_is_over_and_goes_on_in_the_queue(
     slurm: Callable[..., subprocess.Popen],
     flags: list[str],

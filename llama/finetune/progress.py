@@ -1,5 +1,6 @@
 """What a run shows and records while it goes on, and what it measured at the end."""
 
+import contextlib
 import math
 import sys
 from types import TracebackType
@@ -119,7 +120,8 @@ class Progress:
         self._bar.close()
         if self.metrics:
             self.metrics.close()
-            write_page(self.out)  # of a run that was stopped, too
+            with contextlib.suppress(OSError):  # a full disk, of which others tell
+                write_page(self.out)  # of a run that was stopped, too
 
     def log(self, step: int, **values: Any) -> None:
         """Append a line to the metrics, on the first rank."""
