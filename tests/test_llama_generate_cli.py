@@ -85,7 +85,14 @@ def test_a_terminal_gets_prompts_and_ctrl_c_and_ctrl_d(folder):
     ours, theirs = pty.openpty()
     flags = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "6"]
     process = subprocess.Popen(
-        [*COMMAND, *flags], stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT, cwd=ROOT
+        [*COMMAND, *flags],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        # A shell that runs the tests in the background has them ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
     try:

@@ -23,6 +23,7 @@ GOOD = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "
 def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("llama.finetune.inputs.TASK_EXAMPLES", 1000)  # what they are is no matter
     (tmp_path / "good.jsonl").write_text(GOOD * 2)
     (tmp_path / "roles.jsonl").write_text(GOOD + GOOD.replace("assistant", "robot"))
     (tmp_path / "broken.jsonl").write_text(GOOD + GOOD + '{"messages": [\n')
