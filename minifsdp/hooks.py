@@ -78,6 +78,7 @@ class ScheduledUnit(Unit):
         if self.phase is Phase.BACKWARD and backward_is_running():
             self.unshard()  # for the recomputation of checkpointed activations
             self.wait_for_unshard()
+            events.begin("forward", self)
             return self._cast_inputs(args, kwargs)
         if self.is_group and not self._still_to_run:
             self._still_to_run = {id(m()) for m in self._modules}
@@ -92,10 +93,11 @@ class ScheduledUnit(Unit):
         self.wait_for_unshard()
         if events.listeners:
             events.emit("forward", self.name)
+        events.begin("forward", self)
         if not entering:
             return args, kwargs
         for unit in alive(self.forward_prefetch) or self.runtime.expected_after(self):
-            unit.unshard()
+            unit.prefetch()
         if torch.is_grad_enabled() and (tensors := grad_tensors((args, kwargs))):
             watched = _BackwardBoundary.apply(self, *tensors)
             args, kwargs = replace_grad_tensors((args, kwargs), list(watched))
@@ -114,6 +116,7 @@ class ScheduledUnit(Unit):
     @torch.compiler.disable
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, and have the output's gradient make the parameters whole again."""
+        events.end("forward", self)
         if self.phase is Phase.BACKWARD:
             return self._cast_output(output)
         if self.is_group:
@@ -178,16 +181,19 @@ class ScheduledUnit(Unit):
             self.wait_for_unshard()
         if events.listeners:
             events.emit("backward", self.name)
+        events.begin("backward", self)
         before = self.predecessors.pop() if self.predecessors else None
         expected = [] if before is None else self.runtime.at(before)
         for unit in alive(self.backward_prefetch) or expected:
             if unit.unshard_in_backward:
-                unit.unshard()
+                unit.prefetch()
         return grad
 
     @torch.compiler.disable
     def finish_backward(self) -> None:
         """Reshard and reduce. Does nothing for a unit that this backward did not touch."""
+        if self.phase is Phase.BACKWARD:
+            events.end("backward", self)
         self.phase = Phase.REDUCED
         if self.reshard_after_backward:
             self.reshard()

@@ -13,7 +13,7 @@ from .flat import FlatShard
 class LocalGather:
     """The gather of a unit on one rank: nothing travels, rows are copied (cast) at most."""
 
-    nbytes = 0
+    nbytes = held = 0
     is_deferred = False
 
     def __init__(self, parts: Sequence[FlatShard]) -> None:
@@ -39,6 +39,7 @@ class LocalReduction:
 
     def __init__(self, grads: Gradients, device: torch.device) -> None:
         self._output = torch.empty(sum(grads.slots), dtype=grads.dtype, device=device)
+        self.held = self._output.nbytes
         torch._foreach_copy_(self._output.split(grads.slots), grads.full)
         grads.full.clear()
         grads.scale(self._output)

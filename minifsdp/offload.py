@@ -73,6 +73,7 @@ class Descent:
 
     def __init__(self, rows: torch.Tensor) -> None:
         self._host = _down.lease(rows.numel(), rows.dtype)
+        self.held = 0  # the buffer is always there
         self._host.copy_(rows, non_blocking=True)
         self._wait = _copied(rows.device)
         _down.busy_until(self._wait)

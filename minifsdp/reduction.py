@@ -38,6 +38,9 @@ def refuse_higher_order(unit: str) -> NoReturn:
     )
 
 
+Stage = collectives.Reduction | LocalReduction | collectives.all_reduce | Descent
+
+
 class GradientReducer:
     """Collects one unit's gradients during backward, reduces them, and hands out the rows."""
 
@@ -64,9 +67,27 @@ class GradientReducer:
     def _forget(self) -> None:
         """Nothing is under way."""
         self._reducing: list[ShardedParam] = []
-        self._scatter: collectives.Reduction | LocalReduction | None = None
-        self._replicate: collectives.all_reduce | None = None
-        self._descent: Descent | None = None
+        self._scatter: Stage | None = None
+        self._replicate: Stage | None = None
+        self._descent: Stage | None = None
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+        return self.unit.name
+
+    def held(self) -> dict[str, int]:
+        """Bytes of gradients: full (fresh, or kept for a backward that syncs), on their way, and
+        rows as optimizers read them (padding left out)."""
+        full = [p.unsharded.grad for p in self.unit.params if p.unsharded is not None]
+        full += self._unsynced.values()
+        under_way = self._scatter or self._replicate or self._descent
+        reduced = [p for p in self.unit.params if p.sharded.grad is not None]
+        return {
+            "gradients": sum(grad.nbytes for grad in full if grad is not None),
+            "reducing": 0 if under_way is None else under_way.held,
+            "rows": sum(p.rows_numel * p.sharded.dtype.itemsize for p in reduced),
+        }
 
     # Collecting
 
@@ -94,6 +115,7 @@ class GradientReducer:
         """What gradients that are `computed` in a dtype are reduced or accumulated in."""
         return self.unit.mp_policy.reduce_dtype or computed
 
+    @events.timed("accumulate")
     @torch.no_grad()
     def accumulate(self) -> None:
         """Keep what this backward brought, whole and local, for a later one that syncs."""
@@ -136,6 +158,12 @@ class GradientReducer:
         if self._is_local():
             self._hand_out_local(grads)
             return False
+        self._send(grads)
+        return self.advance() if self._scatter.is_complete else True
+
+    @events.timed("reduce")
+    def _send(self, grads: dict[ShardedParam, torch.Tensor]) -> None:
+        """Start the reduce-scatter of `grads`, and free them."""
         dtype = self._reduce_dtype(next(iter(grads.values())).dtype)
         scale = self._scaling(dtype)
         self._reducing = list(grads)
@@ -159,7 +187,6 @@ class GradientReducer:
         else:
             how = collectives.choose(self.peers, self.unit.home.device)
             self._scatter = how.reduce_scatter(message, self.peers, self.unit.home.device)
-        return self.advance() if self._scatter.is_complete else True
 
     def _is_local(self) -> bool:
         """Whether gradients need no message: one rank, and nobody wants to see one."""
@@ -176,15 +203,19 @@ class GradientReducer:
     def advance(self) -> bool:
         """Wait for the stage under way and start the next; returns whether one is."""
         if self._scatter is not None:
-            rows, self._scatter = self._scatter.wait(), None
+            rows, self._scatter = self._wait(self._scatter), None
             return self._settle(rows) if self.unit.home.replicas is None else self._across(rows)
         if self._replicate is not None:
-            rows, self._replicate = self._replicate.wait(), None
+            rows, self._replicate = self._wait(self._replicate), None
             return self._settle(rows)
         if self._descent is not None:
-            descent, self._descent = self._descent, None
-            self._hand_out(descent.wait(), borrowed=True)
+            rows, self._descent = self._wait(self._descent), None
+            self._hand_out(rows, borrowed=True)
         return False
+
+    @events.timed("reduce_wait")
+    def _wait(self, stage: Stage) -> torch.Tensor:
+        return stage.wait()
 
     def finish(self) -> None:
         """Bring what is under way to its end."""
@@ -249,6 +280,7 @@ class GradientReducer:
             self.all_reduce_hook(rows)
         current.wait_stream(self.hook_stream)
 
+    @events.timed("reduce")
     def _hand_out_local(self, grads: dict[ShardedParam, torch.Tensor]) -> None:
         """One rank: the gradients are the rows; scale and cast them as a message would be."""
         for param in list(grads):

@@ -12,6 +12,7 @@ the bits are the same.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from . import events
 from .clip import clip_grad_norm_, refuse_clipping
 from .hooks import ScheduledUnit
 from .module import FSDPModule
@@ -58,7 +60,7 @@ class UnitOptimizers:
             optimizer = make_optimizer(params)
             self._units.append((unit, optimizer))
             if max_norm is None:
-                unit.reducer.on_gradients = _Stepper(optimizer, unit.offloaded, self._worker)
+                unit.reducer.on_gradients = _Stepper(optimizer, self._worker, unit)
                 refuse_clipping(params)
         known = {id(param) for param in sharded.values()}
         if others := [param for param in self._params if id(param) not in known]:
@@ -86,10 +88,10 @@ class UnitOptimizers:
         if self._max_norm is not None:
             self.norm = clip_grad_norm_(self._params, self._max_norm)
         if self._unsharded is not None:
-            _Stepper(self._unsharded, False, self._worker)()
+            _Stepper(self._unsharded, self._worker)()
         for unit, optimizer in self._units:
             if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                stepping = _Stepper(optimizer, unit.offloaded, self._worker)()
+                stepping = _Stepper(optimizer, self._worker, unit)()
                 if stepping is not None:
                     unit.begin_step(stepping)
         if wait:
@@ -122,8 +124,18 @@ class UnitOptimizers:
 class _Stepper:
     """Steps and frees gradients; on the worker if it is to go on `behind` what follows."""
 
-    def __init__(self, optimizer: Optimizer, behind: bool, worker: ThreadPoolExecutor) -> None:
-        self._optimizer, self._behind, self._worker = optimizer, behind, worker
+    def __init__(
+        self, optimizer: Optimizer, worker: ThreadPoolExecutor, unit: ScheduledUnit | None = None
+    ) -> None:
+        self._optimizer, self._worker = optimizer, worker
+        self._unit = None if unit is None else weakref.ref(unit)  # which owns this
+        self._behind = unit is not None and unit.offloaded
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+        unit = None if self._unit is None else self._unit()
+        return "ignored parameters" if unit is None else unit.name
 
     def __call__(self) -> Future[None] | None:
         if not self._behind:
@@ -131,6 +143,7 @@ class _Stepper:
             return None
         return self._worker.submit(self._step)
 
+    @events.timed("optimizer")
     def _step(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

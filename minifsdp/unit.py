@@ -143,16 +143,28 @@ class Unit:
     def settle(self) -> None:
         """Block until no step is under way. Raises what the step raised."""
         if self._stepping is not None:
-            stepping, self._stepping = self._stepping, None
-            stepping.result()
+            self._wait_for_step()
+
+    @events.timed("optimizer_wait")
+    def _wait_for_step(self) -> None:
+        stepping, self._stepping = self._stepping, None
+        stepping.result()
 
     # Unshard
 
     def unshard(self) -> None:
         """Start gathering the parameters, unless they are whole or already on their way."""
-        if not self.params or self.state in (State.UNSHARDED, State.GATHERING):
-            return
-        self.settle()
+        if self.params and self.state in (State.SHARDED, State.NEAR):
+            self.settle()
+            self._start_gather()
+
+    @events.timed("prefetch")
+    def prefetch(self) -> None:
+        """`unshard`, asked for by another unit before this one's parameters are needed."""
+        self.unshard()
+
+    @events.timed("unshard")
+    def _start_gather(self) -> None:
         near = self.state is State.NEAR
         peers = self.near.shards if near else self.home.shards
         parts = self._near_parts if near else self._parts
@@ -178,8 +190,11 @@ class Unit:
 
     def wait_for_unshard(self) -> None:
         """Make the parameters whole, once what `unshard` started has arrived."""
-        if self.state is not State.GATHERING:
-            return
+        if self.state is State.GATHERING:
+            self._take_in()
+
+    @events.timed("wait")
+    def _take_in(self) -> None:
         for part in self._parts:
             if part.params[0].unsharded is None:
                 self._make_full(part)
@@ -192,6 +207,15 @@ class Unit:
         self.state = State.UNSHARDED
         if events.listeners:
             events.emit("unshard", self.name)
+
+    def held(self) -> dict[str, int]:
+        """Bytes beside the shard: unsharded (parameters, or rows of neighbours) and message."""
+        full = (part.full for part in self._parts if part.full is not None)
+        near = sum(part.flat.nbytes for part in self._near_parts)
+        return {
+            "unsharded": near + sum(tensor.untyped_storage().nbytes() for tensor in full),
+            "gathering": 0 if self._gather is None else self._gather.held,
+        }
 
     def _is_whole(self, part: FlatShard) -> bool:
         """Whether the shard itself serves as the full parameters: one rank, no cast, no offload."""
@@ -247,6 +271,7 @@ class Unit:
         }
         self._free(State.NEAR, [kept[param] for param in self.params])
 
+    @events.timed("reshard")
     def _free(self, state: State, registered: Sequence[nn.Parameter]) -> None:
         if debug.active and self.state is State.UNSHARDED:
             full = [(p.name, p.padded, p.unsharded) for p in self.params if p.padded is not None]

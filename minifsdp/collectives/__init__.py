@@ -26,6 +26,8 @@ class Gather(Protocol):
     """An all-gather under way."""
 
     nbytes: int
+    held: int
+    """Bytes of this rank's buffers for it until it has been waited for."""
     is_deferred: bool
     """Whether it only begins when it is waited for; ranks must then wait in the same order."""
 
@@ -42,6 +44,8 @@ class Gather(Protocol):
 class Reduction(Protocol):
     """A reduce-scatter under way."""
 
+    held: int
+    """Bytes of this rank's buffers for it, its output included, until it has been waited for."""
     is_complete: bool
     """Whether it was over when it was made, so that waiting costs nothing."""
 
@@ -108,6 +112,7 @@ class all_reduce:
         in_backend = average and divides(peers.group, tensor.device)
         op = dist.ReduceOp.AVG if in_backend else dist.ReduceOp.SUM
         self._tensor = tensor
+        self.held = tensor.nbytes
         self._divisor = peers.size if average and not in_backend else None
         self._work = dist.all_reduce(tensor, op=op, group=peers.group, async_op=True)
 

@@ -33,6 +33,7 @@ class DirectReduction(PackedReduction):
         super().__init__(grads, peers, device, pool)
         size, rank = peers.size, peers.rank
         nbytes = self.numel * self.dtype.itemsize * (size - 1)
+        self.held += nbytes
         self._received_buffer = pool.lease(nbytes, device)
         received = iter(self._received_buffer.view(self.dtype).view(size - 1, self.numel))
         self._pieces = [self.message[r] if r == rank else next(received) for r in range(size)]

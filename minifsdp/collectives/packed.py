@@ -123,7 +123,7 @@ class PackedGather:
             self._places.append((part, start, end))
         if len(parts) > 1:  # so that every rank's row is aligned for every part
             end = -(-end // _ALIGNMENT) * _ALIGNMENT
-        self.nbytes = end * peers.size
+        self.nbytes = self.held = end * peers.size
         self._buffer = pool.lease(self.nbytes, device)
         self.message = self._buffer.view(peers.size, end)
         self.works: list[Work] = []
@@ -169,6 +169,7 @@ class PackedReduction:
         self.average, self.dtype = grads.average, grads.dtype
         self.numel = sum(grads.slots)
         nbytes = self.numel * peers.size * grads.dtype.itemsize
+        self.held = nbytes + nbytes // peers.size
         self._buffer = pool.lease(nbytes, device)
         self.message = self._buffer.view(grads.dtype).view(peers.size, self.numel)
         """(world_size, numel): row r is what rank r will own."""

@@ -33,6 +33,7 @@ class SharedGather:
         self._rank, self._size = lanes.mailboxes.rank, lanes.mailboxes.size
         piece_bytes = sum(sum(part.slots) * part.message_dtype.itemsize for part in parts)
         self.nbytes = piece_bytes * self._size
+        self.held = 0  # it goes through mailboxes, which are always there
 
     def wait(self, outputs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> None:
         """Fill `outputs`: for each part and rank, one (slot,) a parameter."""
@@ -83,6 +84,7 @@ class SharedReduction:
             for grad, slot in zip(grads.full, grads.slots, strict=True)
         ]
         self._output = torch.empty(numel, dtype=grads.dtype)
+        self.held = self._output.nbytes
         number = label("reduce-scatter", grads.number, numel * size * itemsize)
         chunks = cuts(grads.slots, lanes.lane_bytes // itemsize)
         lanes.exchange(chunks, number, self._write, self._read)
