@@ -19,7 +19,7 @@ from .packed import Gradients, Part, Peers
 from .shared import SharedCollectives
 
 __all__ = ["Collectives", "Gather", "Gradients", "Part", "Peers", "Reduction", "all_reduce"]
-__all__ += ["choose", "use_collectives"]
+__all__ += ["choose", "idle_nbytes", "mapped_nbytes", "use_collectives"]
 
 
 class Gather(Protocol):
@@ -45,7 +45,7 @@ class Reduction(Protocol):
     """A reduce-scatter under way."""
 
     held: int
-    """Bytes of this rank's buffers for it, its output included, until it has been waited for."""
+    """Bytes of this rank's buffers for it; of its output, once it has been waited for."""
     is_complete: bool
     """Whether it was over when it was made, so that waiting costs nothing."""
 
@@ -64,10 +64,12 @@ class Collectives(Protocol):
 
 
 _DIRECT = DirectCollectives()
+_BACKEND = BackendCollectives()
+_SHARED = SharedCollectives(_DIRECT)
 _IMPLEMENTATIONS: dict[str, Collectives] = {
-    "shared": SharedCollectives(_DIRECT),
+    "shared": _SHARED,
     "direct": _DIRECT,
-    "backend": BackendCollectives(),
+    "backend": _BACKEND,
 }
 _chosen = "auto"
 
@@ -100,6 +102,16 @@ def choose(peers: Peers, device: torch.device) -> Collectives:
         return _IMPLEMENTATIONS[_chosen]
     on_gloo = device.type == "cpu" and dist.get_backend(peers.group) == "gloo"
     return _IMPLEMENTATIONS["shared" if on_gloo else "backend"]
+
+
+def mapped_nbytes() -> int:
+    """Shared memory mapped into this process for messages, for as long as their groups live."""
+    return _SHARED.mapped_nbytes()
+
+
+def idle_nbytes() -> int:
+    """Host memory kept for the next messages while none is in it."""
+    return _DIRECT.pool.nbytes() + _BACKEND.pool.nbytes()
 
 
 class all_reduce:

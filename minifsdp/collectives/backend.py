@@ -21,6 +21,7 @@ class BackendReduction(PackedReduction):
         in_backend = self.average and divides(peers.group, device)
         self._divide = self.average and not in_backend
         self._output = torch.empty(self.numel, dtype=self.dtype, device=device)
+        self.held += self._output.nbytes
         self._work = dist.reduce_scatter_tensor(
             self._output,
             self.message.view(-1),
@@ -32,6 +33,7 @@ class BackendReduction(PackedReduction):
     def wait(self) -> torch.Tensor:
         self._work.wait()
         self.discard()
+        self.held = self._output.nbytes
         return self._output.div_(self.peers.size) if self._divide else self._output
 
 
@@ -41,11 +43,11 @@ class BackendCollectives:
     name = "backend"
 
     def __init__(self) -> None:
-        self._pool = Pool()
+        self.pool = Pool()
 
     def all_gather(self, parts: Sequence[Part], peers: Peers, device: torch.device) -> PackedGather:
         """Start gathering every rank's `parts`."""
-        gather = PackedGather(parts, peers, device, self._pool)
+        gather = PackedGather(parts, peers, device, self.pool)
         if gather.nbytes:
             own = gather.message[peers.rank]
             work = dist.all_gather_into_tensor(
@@ -58,4 +60,4 @@ class BackendCollectives:
         self, grads: Gradients, peers: Peers, device: torch.device
     ) -> BackendReduction:
         """Start reducing every rank's `grads`."""
-        return BackendReduction(grads, peers, device, self._pool)
+        return BackendReduction(grads, peers, device, self.pool)

@@ -55,6 +55,7 @@ class DirectReduction(PackedReduction):
         del self._pieces
         self._pool.give_back(self._received_buffer)
         self.discard()
+        self.held = output.nbytes
         return output
 
 
@@ -64,11 +65,11 @@ class DirectCollectives:
     name = "direct"
 
     def __init__(self) -> None:
-        self._pool = Pool()
+        self.pool = Pool()
 
     def all_gather(self, parts: Sequence[Part], peers: Peers, device: torch.device) -> PackedGather:
         """Start gathering every rank's `parts`."""
-        gather = PackedGather(parts, peers, device, self._pool)
+        gather = PackedGather(parts, peers, device, self.pool)
         if gather.nbytes:
             own = [gather.message[peers.rank]] * peers.size
             gather.works = exchange(own, gather.message, peers)
@@ -78,4 +79,4 @@ class DirectCollectives:
         self, grads: Gradients, peers: Peers, device: torch.device
     ) -> DirectReduction:
         """Start reducing every rank's `grads`."""
-        return DirectReduction(grads, peers, device, self._pool)
+        return DirectReduction(grads, peers, device, self.pool)

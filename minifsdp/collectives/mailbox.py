@@ -147,6 +147,11 @@ class Mailboxes:
         self._processes[ending] = rank
         self._endings.register(ending, select.POLLIN)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory mapped for them into this process, its peers' and what sums take included."""
+        return self.size * (_CONTROL_BYTES + 2 * self.half_bytes) + self.scratch.nbytes
+
     def __del__(self) -> None:
         for ending in getattr(self, "_processes", {}):
             os.close(ending)

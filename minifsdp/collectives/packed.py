@@ -99,6 +99,10 @@ class Pool:
         self._free = [b for b in self._free if b is not best]
         return torch.empty(0, dtype=torch.uint8).set_(best.untyped_storage(), 0, (nbytes,))
 
+    def nbytes(self) -> int:
+        """Of the buffers that nobody has leased."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._free)
+
     def give_back(self, buffer: torch.Tensor) -> None:
         if buffer.device.type == "cpu":
             self._free.append(buffer)
@@ -169,7 +173,7 @@ class PackedReduction:
         self.average, self.dtype = grads.average, grads.dtype
         self.numel = sum(grads.slots)
         nbytes = self.numel * peers.size * grads.dtype.itemsize
-        self.held = nbytes + nbytes // peers.size
+        self.held = nbytes
         self._buffer = pool.lease(nbytes, device)
         self.message = self._buffer.view(grads.dtype).view(peers.size, self.numel)
         """(world_size, numel): row r is what rank r will own."""

@@ -215,6 +215,10 @@ class SharedCollectives:
             self._of_group[peers.group] = lanes
         return self._of_group[peers.group]
 
+    def mapped_nbytes(self) -> int:
+        """Memory mapped for the mailboxes of all groups that this process has used."""
+        return sum(lanes.mailboxes.nbytes for lanes in self._of_group.values() if lanes)
+
     def all_gather(self, parts: Sequence[Part], peers: Peers, device: torch.device):
         """Prepare to gather every rank's `parts`."""
         lanes = self._lanes(peers)

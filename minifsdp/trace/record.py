@@ -1,0 +1,170 @@
+"""`record`: hears the engine while a block of code runs, and makes a Trace of it.
+
+[Note: little is done while it runs]
+A tracer that computes changes what it times. While the block runs, a stamp, a name and a few
+integers are put on a list; everything else is worked out afterwards.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import optimizer as optimizers
+
+from .. import collectives, events
+from .clock import Clock, clock
+from .spans import Entry, RankTrace, spans
+from .trace import Trace, on_one_clock
+
+_UNITS_OWN = ("unshard", "wait", "reshard")
+_REDUCERS_OWN = ("accumulate", "reduce", "reduce_wait")
+
+
+class Recorder:
+    """A tracer and a listener that writes a log. See `events.Tracer`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._stamp = clock.stamp
+        self.log: list[tuple[Any, str, str, str, int, dict[str, int], int]] = []
+        self.units: dict[str, Any] = {}
+        """Proxies of the units met, by name."""
+        self.iterations: list[int] = []
+        """Where in the log a forward of the whole model began."""
+        self._in_backward: dict[str, Any] = {}
+        self._stepping: set[int] = set()  # threads on which a unit steps
+
+    def _write(self, edge: str, kind: str, unit: str, held: dict[str, int], nbytes: int) -> None:
+        self.log.append((self._stamp(), edge, kind, unit, threading.get_ident(), held, nbytes))
+
+    def begin(self, kind: str, actor: Any) -> None:
+        if kind == "forward":
+            self._meet(actor)
+        elif kind == "backward":
+            self._in_backward[actor.name] = actor
+        elif kind == "optimizer":
+            self._stepping.add(threading.get_ident())
+        self._write("begin", kind, actor.name, {}, 0)
+
+    def end(self, kind: str, actor: Any) -> None:
+        if kind in _UNITS_OWN or kind in _REDUCERS_OWN:
+            held = actor.held()
+            held["idle"] = collectives.idle_nbytes()
+            self._write("end", kind, actor.name, held, 0)
+            return
+        self._write("end", kind, actor.name, {}, 0)
+        if kind == "backward":
+            for unit in self._in_backward.values():
+                self._write("held", kind, unit.name, unit.reducer.held(), 0)
+            self._in_backward.pop(actor.name, None)
+        elif kind == "optimizer":
+            self._stepping.discard(threading.get_ident())
+            self._reduced(actor.name)
+
+    def _meet(self, unit: Any) -> None:
+        """At each forward of the whole model, note what every unit holds."""
+        runtime = unit.runtime
+        if runtime.forward_root is not unit or unit.index != 0:
+            return
+        self.iterations.append(len(self.log))
+        for each in runtime.units():
+            self.units.setdefault(each.name, weakref.proxy(each))
+            self._write("held", "forward", each.name, {**each.held(), **each.reducer.held()}, 0)
+
+    def hear(self, event: events.Event) -> None:
+        """Listen: what moved how many bytes, and when gradients have been handed out."""
+        if event.kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            self._write("moved", event.kind, event.unit, {}, event.nbytes)
+        elif event.kind == "reduced":
+            self._reduced(event.unit)
+
+    def _reduced(self, name: str) -> None:
+        if name in self.units:
+            self._write("held", "reduced", name, self.units[name].reducer.held(), 0)
+
+    def step_begins(self, *_: Any) -> None:
+        """Before any torch optimizer steps."""
+        if threading.get_ident() not in self._stepping:
+            self._write("begin", "optimizer", "optimizer", {}, 0)
+
+    def step_ends(self, *_: Any) -> None:
+        if threading.get_ident() not in self._stepping:
+            self._write("end", "optimizer", "optimizer", {}, 0)
+
+
+class record:
+    """Record what the engine does inside the block: `with record() as trace:`, on all ranks.
+
+    When the block ends, rank 0 gets every rank's record; there, `trace.save` and `print(trace)`
+    show all. A block that raises leaves each rank its own.
+
+    all_ranks: False keeps each rank's record to itself, and nothing is sent.
+    clock: "host" or "device" (times on the stream that computes); by default the device's, if there
+        is an accelerator.
+
+    Raises RuntimeError inside another `record`, ValueError for a clock that is not there.
+    """
+
+    def __init__(self, all_ranks: bool = True, clock: str | None = None) -> None:
+        self._all_ranks, self._clock_name = all_ranks, clock
+
+    def __enter__(self) -> Trace:
+        if events.tracer is not None:
+            raise RuntimeError("a trace is being recorded already: end its block first")
+        self._clock = clock(self._clock_name)
+        self._recorder = recorder = Recorder(self._clock)
+        self._began = time.perf_counter(), time.time()
+        self._write_edge()
+        events.listeners.append(recorder.hear)
+        self._hooks = [
+            optimizers.register_optimizer_step_pre_hook(recorder.step_begins),
+            optimizers.register_optimizer_step_post_hook(recorder.step_ends),
+        ]
+        self._trace = Trace()
+        events.tracer = recorder
+        return self._trace
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        events.tracer = None
+        events.listeners.remove(self._recorder.hear)
+        for hook in self._hooks:
+            hook.remove()
+        self._write_edge()
+        mine = self._ranks_own()
+        self._trace.take(mine.rank, [mine])
+        if self._all_ranks and kind is None and dist.is_initialized():
+            gathered = [None] * dist.get_world_size() if mine.rank == 0 else None
+            dist.gather_object((mine, self._began[1]), gathered)
+            if gathered is not None:
+                self._trace.take(0, on_one_clock(gathered))
+            self._trace.is_elsewhere = mine.rank != 0
+        del self._recorder, self._hooks
+
+    def _write_edge(self) -> None:
+        """The beginning or the end of the log."""
+        self._recorder._write("edge", "", "", {}, 0)
+
+    def _ranks_own(self) -> RankTrace:
+        log = self._recorder.log
+        seconds = self._clock.seconds([line[0] for line in log])
+        entries = [Entry(at, *line[1:]) for at, line in zip(seconds, log, strict=True)]
+        done, held = spans(entries, seconds[-1])
+        names = dict.fromkeys([*self._recorder.units, *(event.unit for event in done)])
+        if "optimizer" in names:  # last
+            names["optimizer"] = names.pop("optimizer")
+        return RankTrace(
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+            host=socket.gethostname(),
+            seconds=seconds[-1],
+            events=done,
+            held=held,
+            units=list(names),
+            iterations=[seconds[index] for index in self._recorder.iterations],
+            mailbox_bytes=collectives.mapped_nbytes(),
+            clock=self._clock.name,
+            began=self._began[0],
+        )
