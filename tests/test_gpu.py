@@ -22,6 +22,7 @@ from minifsdp import (
     offload,
     step_in_backward,
 )
+from minifsdp.trace import record
 
 BF16 = torch.bfloat16
 pytestmark = [
@@ -118,3 +119,26 @@ def test_what_goes_up_and_down_is_page_locked():
         else:
             offload.bring_up(rows, torch.empty(8, dtype=BF16, device="cuda"))
         assert all(buffer is None or buffer.is_pinned() for buffer in staging._buffers)
+
+
+def test_a_trace_has_the_times_of_the_stream_that_computes():
+    def step(model: nn.Module, busy: int) -> None:
+        def slow(module: nn.Module, args: object) -> None:
+            torch.cuda._sleep(busy)  # of the device, while the host goes on
+
+        hook = model.layers[1].register_forward_pre_hook(slow)
+        model(torch.zeros(2, 8, dtype=torch.int64, device="cuda")).float().sum().backward()
+        hook.remove()
+
+    model = sharded()
+    step(model, 0)
+    forwards = []
+    for busy in (0, 200_000_000):  # clock cycles: about a tenth of a second
+        with record() as trace:
+            step(model, busy)
+        mine = trace.ranks[0]
+        assert mine.clock == "device" and mine.peak().gradients > 0
+        forwards.append(
+            {e.unit: e.seconds for e in trace.events if e.kind == "forward"}["layers.1"]
+        )
+    assert forwards[1] - forwards[0] > 0.05
