@@ -17,7 +17,7 @@ from benchmarks.profiled import settled_waits
 from minifsdp import clip_grad_norm_, collectives, events, fully_shard, step_in_backward
 from minifsdp.collectives import use_collectives
 from minifsdp.trace import Trace, load, record
-from minifsdp.trace.waits import explain
+from minifsdp.trace.waits import arrivals, explain
 
 
 def _trained(how="auto", steps=2, shard=None, slow_rank=None, **record_settings):
@@ -28,7 +28,7 @@ def _trained(how="auto", steps=2, shard=None, slow_rank=None, **record_settings)
 
         def step():
             if slow_rank == dist.get_rank():
-                time.sleep(0.05)
+                time.sleep(0.15)
             model(stack.batch()).square().sum().backward()
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -203,7 +203,7 @@ def test_a_traced_step_has_the_same_bits(run_ranks):
 
 def _said_with_a_slow_rank() -> tuple[int, list[str]]:
     trace, _ = _trained("direct", slow_rank=1)
-    return len(trace.ranks), explain(trace.ranks, trace.rank)
+    return len(trace.ranks), explain(trace.ranks[trace.rank], arrivals(trace.ranks))
 
 
 def test_a_rank_that_comes_late_is_named(run_ranks):
@@ -211,7 +211,7 @@ def test_a_rank_that_comes_late_is_named(run_ranks):
     assert (all_ranks, own) == (2, 1)
     assert any("because rank 1 came later" in sentence for sentence in said), said
     late = next(sentence for sentence in said if "for ranks that came later" in sentence)
-    assert 80 < float(late.split(" ms")[0]) < 1000  # twice 50 ms, on a busy machine
+    assert float(late.split(" ms")[0]) > 100  # of twice 150 ms: this rank may be late itself
 
 
 def _units_that_step() -> list[str]:

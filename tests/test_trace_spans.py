@@ -10,7 +10,7 @@ from minifsdp.trace.figures import duration, size
 from minifsdp.trace.spans import Entry, RankTrace, TraceEvent, spans
 from minifsdp.trace.text import timeline
 from minifsdp.trace.trace import on_one_clock
-from minifsdp.trace.waits import explain, shares, waits
+from minifsdp.trace.waits import arrivals, explain, shares, waits
 
 
 def log(*lines: tuple) -> list[Entry]:
@@ -136,8 +136,8 @@ def test_the_reason_of_a_wait_is_said(first, deferred, peer_comes_at, reason):
     if deferred:  # it gives its part when it waits
         peer[1] = event("wait", "a", peer_comes_at, 3, nbytes=1 << 20, deferred=True)
     ranks = {0: rank(0, *waited(first, deferred=deferred)), 1: rank(1, *peer)}
-    assert reason in " ".join(explain(ranks, 0))
-    (wait,) = waits(ranks, 0)
+    assert reason in " ".join(explain(ranks[0], arrivals(ranks)))
+    (wait,) = waits(ranks[0], arrivals(ranks))
     assert (wait.unit, wait.direction, wait.seconds, wait.nbytes) == ("a", "forward", 2, 1 << 20)
 
 
@@ -147,7 +147,7 @@ def test_waits_are_told_apart_by_direction_in_each_iteration():
         steps += [event("wait", "a", t, t + 1), event("backward", "root", t + 4, t + 8)]
         steps += [event("wait", "a", t + 5, t + 7)]
     trace = RankTrace(0, "h", 20.0, steps, [], ["a", "root"], [0.0, 10.0])
-    assert [(w.direction, w.seconds, w.times) for w in waits({0: trace}, 0)] == [
+    assert [(w.direction, w.seconds, w.times) for w in waits(trace, {})] == [
         ("backward", 4, 2),
         ("forward", 2, 2),
     ]

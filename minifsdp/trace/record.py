@@ -35,6 +35,7 @@ class Recorder:
         """Proxies of the units met, by name."""
         self.iterations: list[int] = []
         """Where in the log a forward of the whole model began."""
+        self._root: Any = None  # while its forward runs
         self._in_backward: dict[str, Any] = {}
         self._stepping: set[int] = set()  # threads on which a unit steps
 
@@ -42,7 +43,7 @@ class Recorder:
         self.log.append((self._stamp(), edge, kind, unit, threading.get_ident(), held, nbytes))
 
     def begin(self, kind: str, actor: Any) -> None:
-        if kind == "forward":
+        if kind in ("unshard", "forward"):
             self._meet(actor)
         elif kind == "backward":
             self._in_backward[actor.name] = actor
@@ -57,7 +58,9 @@ class Recorder:
             self._write("end", kind, actor.name, held, 0)
             return
         self._write("end", kind, actor.name, {}, 0)
-        if kind == "backward":
+        if kind == "forward" and actor is self._root:
+            self._root = None
+        elif kind == "backward":
             for unit in self._in_backward.values():
                 self._write("held", kind, unit.name, unit.reducer.held(), 0)
             self._in_backward.pop(actor.name, None)
@@ -66,10 +69,12 @@ class Recorder:
             self._reduced(actor.name)
 
     def _meet(self, unit: Any) -> None:
-        """At each forward of the whole model, note what every unit holds."""
+        """At the beginning of each forward of the whole model, note what every unit holds."""
         runtime = unit.runtime
-        if runtime.forward_root is not unit or unit.index != 0:
+        is_root = runtime is not None and runtime.forward_root is unit and unit.index == 0
+        if not is_root or self._root is unit:
             return
+        self._root = unit
         self.iterations.append(len(self.log))
         for each in runtime.units():
             self.units.setdefault(each.name, weakref.proxy(each))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from .figures import duration, size
 from .spans import RankTrace, TraceEvent
-from .waits import explain, shares
+from .waits import arrivals, explain, shares, split
 
 _LETTERS = {
     "forward": "F",
@@ -42,7 +42,7 @@ def timeline(ranks: Mapping[int, RankTrace], rank: int, columns: int = _COLUMNS)
             lines.append(f"{unit:{width}}  {_row(mine, begin, step, columns)}")
     held, peak = _memory(trace, begin, step, columns)
     lines.append(f"{'held':{width}}  {held}  at most {size(peak)}")
-    lines += ["", _LEGEND, "", *explain(ranks, rank)]
+    lines += ["", _LEGEND, "", split(trace), *explain(trace, arrivals(ranks))]
     if len(ranks) > 1:
         lines += ["", *_table(ranks)]
     return "\n".join(line.rstrip() for line in lines)
@@ -88,11 +88,11 @@ def _memory(trace: RankTrace, begin: float, step: float, columns: int) -> tuple[
 def _table(ranks: Mapping[int, RankTrace]) -> list[str]:
     lines = [f"{'rank':>4}  {'ms':>8}  computing  exposed  engine  optimizer  outside  most held"]
     for rank, trace in ranks.items():
-        split = shares(trace)
-        whole = max(sum(split), 1e-9)
+        seconds = shares(trace)
+        whole = max(sum(seconds), 1e-9)
         parts = [
             f"{part / whole:>{width}.0%}"
-            for part, width in zip(split, (9, 7, 6, 9, 7), strict=True)
+            for part, width in zip(seconds, (9, 7, 6, 9, 7), strict=True)
         ]
         lines.append(
             f"{rank:>4}  {whole * 1e3:>8.1f}  " + "  ".join(parts) + f"  {size(trace.peak().total)}"

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import chrome, text
+from .page import page
 from .spans import RankTrace, TraceEvent
-from .waits import explain
+from .waits import arrivals, explain
 
 
 class Trace:
@@ -51,9 +52,8 @@ class Trace:
         if path.suffix == ".json":
             written = chrome.dumps(self.ranks)
         else:
-            from .page import page
-
-            words = {rank: explain(self.ranks, rank) for rank in self.ranks}
+            came = arrivals(self.ranks)
+            words = {rank: explain(trace, came) for rank, trace in self.ranks.items()}
             written = page(self.ranks, words, title=path.stem)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .figures import duration, size
@@ -58,17 +58,25 @@ class Wait(NamedTuple):
     """By how much, over all these waits."""
 
 
-def waits(ranks: Mapping[int, RankTrace], rank: int) -> list[Wait]:
-    """A rank's waits for parameters, the longest first."""
-    came = {r: _arrivals(trace) for r, trace in ranks.items() if r != rank}
+Arrivals = Mapping[int, Mapping[str, Sequence[float]]]
+
+
+def arrivals(ranks: Mapping[int, RankTrace]) -> Arrivals:
+    """For each rank and unit, when the rank gave its part of each gather."""
+    return {rank: _arrivals(trace) for rank, trace in ranks.items()}
+
+
+def waits(trace: RankTrace, came: Arrivals) -> list[Wait]:
+    """A rank's waits for parameters, the longest first. came: what `arrivals` told."""
+    peers = {rank: times for rank, times in came.items() if rank != trace.rank}
     groups: dict[tuple[str, str], list[tuple[TraceEvent, TraceEvent | None, int]]]
     groups = defaultdict(list)
     asked: dict[str, TraceEvent] = {}
     count: dict[str, int] = defaultdict(int)
     backward_since: float | None = None
-    starts = iter([*ranks[rank].iterations, float("inf")])
+    starts = iter([*trace.iterations, float("inf")])
     following = next(starts)
-    for event in ranks[rank].events:
+    for event in trace.events:
         while event.start >= following:
             backward_since, following = None, next(starts)
         if event.kind == "backward" and backward_since is None:
@@ -80,31 +88,30 @@ def waits(ranks: Mapping[int, RankTrace], rank: int) -> list[Wait]:
             group = groups[event.unit, direction]
             group.append((event, asked.get(event.unit), count[event.unit]))
             count[event.unit] += 1
-    found = [_wait(key, events, came) for key, events in groups.items()]
+    found = [_wait(key, events, peers) for key, events in groups.items()]
     return sorted(found, key=lambda wait: -wait.seconds)
 
 
 def _arrivals(trace: RankTrace) -> dict[str, list[float]]:
-    """For each unit, when this rank gave its part of each gather."""
-    arrivals: dict[str, list[float]] = defaultdict(list)
+    came: dict[str, list[float]] = defaultdict(list)
     for event in trace.events:
         gives = ("wait",) if event.deferred else ("unshard", "prefetch")
         if event.nbytes and event.kind in gives:
-            arrivals[event.unit].append(event.start)
-    return arrivals
+            came[event.unit].append(event.start)
+    return came
 
 
 def _wait(
     key: tuple[str, str],
     events: list[tuple[TraceEvent, TraceEvent | None, int]],
-    came: Mapping[int, Mapping[str, list[float]]],
+    peers: Arrivals,
 ) -> Wait:
     unit, direction = key
     late: dict[int, float] = defaultdict(float)
     for event, _, nth in events:
         of_peers = {
             r: times[unit][nth] - event.start
-            for r, times in came.items()
+            for r, times in peers.items()
             if nth < len(times.get(unit, ()))
         }
         last = max(of_peers, key=of_peers.get, default=None)
@@ -126,15 +133,14 @@ def _wait(
     )
 
 
-def explain(ranks: Mapping[int, RankTrace], rank: int) -> list[str]:
-    """What a rank's time went into and what it waited for, a sentence or two each."""
-    trace = ranks[rank]
+def explain(trace: RankTrace, came: Arrivals) -> list[str]:
+    """What a rank waited for and held, a sentence or two each. came: what `arrivals` told."""
     if not trace.events:
         return ["Nothing was recorded: no unit ran inside the block."]
     whole = sum(shares(trace))
     worth_a_line = _WORTH_A_LINE * whole
-    found = waits(ranks, rank)
-    said = [_split(trace), _exposed(trace)]
+    found = waits(trace, came)
+    said = [_exposed(trace)]
     late = sum(wait.late_seconds for wait in found)
     if late > worth_a_line:
         ours = f"{duration(late)} of the waiting for parameters"
@@ -148,12 +154,13 @@ def explain(ranks: Mapping[int, RankTrace], rank: int) -> list[str]:
     return [*said, _most_held(trace)]
 
 
-def _split(trace: RankTrace) -> str:
-    split, times = shares(trace), len(trace.iterations)
-    whole = sum(split)
+def split(trace: RankTrace) -> str:
+    """What a rank's time went into, in a sentence."""
+    parts, times = shares(trace), len(trace.iterations)
+    whole = max(sum(parts), 1e-9)
     names = ("computing", "exposed communication", "resharding and adding up", "optimizer")
-    parts = zip(split, (*names, "outside the model"), strict=True)
-    listed = ", ".join(f"{seconds / whole:.0%} {name}" for seconds, name in parts)
+    named = zip(parts, (*names, "outside the model"), strict=True)
+    listed = ", ".join(f"{seconds / whole:.0%} {name}" for seconds, name in named)
     forwards = "1 forward" if times == 1 else f"{times} forwards"
     return f"{duration(whole)} on rank {trace.rank}, {forwards} of the model: {listed}."
 
