@@ -21,6 +21,7 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,24 +37,26 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import minifsdp
 from llama import Llama
-from llama.finetune.arguments import trains
+from llama.finetune.arguments import plans, trains
 from llama.finetune.evaluate import answers, exact_match, mean_loss, perplexity, summed_loss
 from llama.finetune.guard import Guard
 from llama.finetune.job import Job, prepare, read_flags
 from llama.finetune.memory import PeakMemory
 from llama.finetune.metrics import describe
 from llama.finetune.older_engines import bare, llama_in, no_sync, shard_flat
-from llama.finetune.planned import changed, changes, full_rows, planned_job
+from llama.finetune.planned import changed, changes, full_rows, planned_job, settings_of_plan
 from llama.finetune.processes import Termination, connect, everywhere, leave
-from llama.finetune.progress import WARM_UP_STEPS, Progress, Trained, announce
+from llama.finetune.progress import Progress, Trained, announce
+from llama.finetune.run_folder import TRACES
 from llama.finetune.schedule import lr_at
-from llama.finetune.speed import Work
+from llama.finetune.speed import WARM_UP_STEPS, Work
 from llama.finetune.summary import sum_up
 from llama.generate import Settings, answer_all, converse
 from llama.lora import add_lora, init_lora
 from llama.weights import load_hf, save_hf, save_peft, stored_dtype
 from minifsdp import checkpoint
 from minifsdp.plan import GPU, Change
+from minifsdp.trace import record
 from minifsdp.watchdog import Watchdog
 
 # ---- The model, sharded ---------------------------------------------------------------------
@@ -170,11 +173,6 @@ class Run(NamedTuple):
     optimizer: torch.optim.Optimizer
     guard: Guard
     watchdog: Watchdog
-
-    @property
-    def patience_seconds(self) -> float:
-        """How long ranks wait for one that loads, saves or exports."""
-        return 10 * self.job.args.hang_timeout or math.inf
 
 
 class Wishes(NamedTuple):
@@ -293,9 +291,8 @@ class Best:
         if last and checkpoint.step_of(last) > steps_done and dist.get_rank() == 0:
             shutil.rmtree(self.folder)  # of steps that are yet to be done again
         dist.barrier()
-        self.loss = math.inf
-        if checkpoint.latest(self.folder):
-            self.loss = self.load()["loss"]
+        kept = best_of(run)
+        self.loss = kept["loss"] if kept else math.inf
 
     def offer(self, step: int, loss: float | None) -> None:
         """Keep the weights after `step` steps if none evaluated better."""
@@ -303,12 +300,16 @@ class Best:
             self.loss, weights = loss, model_state(self.run.model, self.run.job)
             checkpoint.save(self.folder, step, {"model": weights, "loss": loss}, keep_last=1)
 
-    def load(self) -> dict[str, Any]:
-        """What is kept: the weights, as `put_weights` takes them, and their loss."""
-        weights = model_state(self.run.model, self.run.job)
-        state = {"model": {k: torch.empty_like(v) for k, v in weights.items()}, "loss": math.inf}
-        checkpoint.load(self.folder, state)
-        return state
+
+def best_of(run: Run) -> dict[str, Any] | None:
+    """What OUT/best holds: the weights, as `put_weights` takes them, and their loss; or None."""
+    folder = run.job.out / "best"
+    if not checkpoint.latest(folder):
+        return None
+    weights = model_state(run.model, run.job)
+    state = {"model": {k: torch.empty_like(v) for k, v in weights.items()}, "loss": math.inf}
+    checkpoint.load(folder, state)
+    return state
 
 
 def train(run: Run, steps_done: int, ending: Termination) -> Trained:
@@ -320,16 +321,22 @@ def train(run: Run, steps_done: int, ending: Termination) -> Trained:
     first, world_size = dist.get_rank() == 0, dist.get_world_size()
     metrics = everywhere(lambda: job.open_folder(steps_done, world_size) if first else None)
     best = Best(run, steps_done) if args.keep_best else None
-    end = min(args.stop_at or job.steps, job.steps)
+    end, traced = job.end, job.traced(steps_done)
     measured = min(steps_done + WARM_UP_STEPS, end)
     moments = [t for state in run.optimizer.state.values() for t in state.values()]
-    with Progress(job, run.model, steps_done, metrics) as progress, contextlib.closing(memory):
+    with (
+        Progress(job, run.model, steps_done, metrics) as progress,
+        contextlib.closing(memory),
+        contextlib.ExitStack() as tracing,
+    ):
         evaluated = evaluate(run, progress, steps_done)
         if best and steps_done:  # a run may have been stopped between saving and evaluating
             best.offer(steps_done, evaluated)
         memory.start([*run.model.parameters(), *moments])
         saved_at = time.monotonic()
         for step in range(steps_done, end):
+            if traced and step == traced.start:
+                tracing.enter_context(tracing_to_folder(run, traced.stop, progress))
             began = time.perf_counter()
             overdue = time.monotonic() - saved_at > 60 * (args.save_minutes or math.inf)
             wishes = Wishes(end=ending.asked, save=first and overdue)
@@ -339,9 +346,11 @@ def train(run: Run, steps_done: int, ending: Termination) -> Trained:
             progress.step(steps_done, logged, work)
             if steps_done == measured:
                 memory.close()
+            if steps_done == traced.stop:
+                tracing.close()
             due = steps_done == end or steps_done % job.save_every == 0
             if due or wished.save or wished.end:
-                run.watchdog.at(steps_done, "saving", run.patience_seconds)
+                run.watchdog.at(steps_done, "saving", job.patience_seconds)
                 folder, state = job.out / "checkpoints", state_of(run, steps_done)
                 checkpoint.save(folder, steps_done, state, args.async_checkpoint, job.keep_last)
                 saved_at = time.monotonic()
@@ -351,9 +360,25 @@ def train(run: Run, steps_done: int, ending: Termination) -> Trained:
                 evaluated = evaluate(run, progress, steps_done)
                 if best:
                     best.offer(steps_done, evaluated)
-        run.watchdog.at(steps_done, "saving", run.patience_seconds)
+        run.watchdog.at(steps_done, "saving", job.patience_seconds)
         checkpoint.wait()
         return progress.measured(steps_done, evaluated, memory.peak_bytes)
+
+
+@contextlib.contextmanager
+def tracing_to_folder(run: Run, last_step: int, progress: Progress) -> Iterator[None]:
+    """Record what every unit of all ranks does meanwhile, in OUT/trace.html and OUT/trace.json."""
+    job = run.job
+    with record() as trace:
+        yield
+        run.watchdog.at(last_step, "tracing", job.patience_seconds)
+    try:
+        for name in TRACES:
+            trace.save(job.out / name)
+    except OSError as reason:  # such as a full disk, for which no run is to end
+        progress.tell(f"the trace cannot be written: {reason}")
+    else:
+        progress.tell(f"trace: {job.out / TRACES[0]}")
 
 
 def evaluate(run: Run, progress: Progress, step: int) -> float | None:
@@ -374,8 +399,8 @@ def evaluate(run: Run, progress: Progress, step: int) -> float | None:
 def eval_loss(model: nn.Module, job: Job) -> float:
     """Mean loss of a target token of the evaluation data."""
     inputs = job.inputs
-    pad_id = inputs.tokenizer.pad_id
-    return mean_loss(model, inputs.evaluation, job.micro_batch, pad_id, job.device, job.pack_to)
+    pad_id, pack_to = inputs.tokenizer.pad_id, inputs.pack_to
+    return mean_loss(model, inputs.evaluation, job.micro_batch, pad_id, job.device, pack_to)
 
 
 # ---- The end --------------------------------------------------------------------------------
@@ -385,9 +410,8 @@ def export(run: Run) -> None:
     """Write the model in Hugging Face layout, adapters merged in, and those as peft does."""
     job, first = run.job, dist.get_rank() == 0
     if job.args.export_best:
-        best = Best(run, job.steps)
-        if best.loss < math.inf:
-            put_weights(run.model, best.load()["model"])
+        if best := best_of(run):
+            put_weights(run.model, best["model"])
         elif first:
             print("train.py: no evaluation was finite: the last weights go out", file=sys.stderr)
     folder, adapter = job.out / "export", job.out / "adapter"
@@ -429,23 +453,13 @@ def plan() -> int:
     warnings.filterwarnings("ignore", module=r"torch\.")
     args = read_flags(sys.argv[1:], 1, steps_saved)
     job = planned_job(args, GPU)
-    settings: dict[str, Any] = {
-        "micro_batches": args.batch_size // (args.world_size * job.micro_batch),
-        "no_sync": args.no_sync,
-        "clip_norm": args.clip or None,
-        "nodes": args.nodes,
-        "steps": args.steps,
-        "price": args.price,
-        "changes": [Change(**change) for change in changes(job)],
-    }
-    if args.network:
-        settings["network_gb_s"] = args.network
     report = minifsdp.plan.plan(
         lambda **flags: (outline(changed(job, flags)), lambda m: make_optimizer(m, args)),
         lambda **flags: full_rows(changed(job, flags)),
         args.world_size,
         args.gpu,
-        **settings,
+        changes=[Change(**change) for change in changes(job)],
+        **settings_of_plan(job),
     )
     for path in filter(None, (args.json, args.page)):
         report.save(path)
@@ -464,7 +478,7 @@ def do(started: float) -> None:
             announce(job)
         if args.show_sample or job.finished:
             return
-        watchdog.at(0, "loading", 10 * args.hang_timeout or math.inf)
+        watchdog.at(0, "loading", job.patience_seconds)
         model = everywhere(lambda: build(job), lambda: watchdog.at(0, "loaded"))
         guard = Guard(args.skip_bad_steps, args.spike)
         run = Run(job, model, make_optimizer(model, args), guard, watchdog)
@@ -481,7 +495,7 @@ def do(started: float) -> None:
                 done = f"stopped after step {trained.steps} of {job.steps}"
                 print(f"{done}: --resume goes on from there")
             return
-        watchdog.at(job.steps, "exporting", run.patience_seconds)
+        watchdog.at(job.steps, "exporting", job.patience_seconds)
         export(run)
         if not run.job.summarised:
             watchdog.at(job.steps, "summing up")
@@ -494,7 +508,7 @@ def do(started: float) -> None:
 
 def main() -> None:
     started = time.perf_counter()
-    if "--plan" in sys.argv:  # in a world of its own
+    if plans(sys.argv[1:]):  # in a world of its own
         try:
             sys.exit(plan())
         except (ValueError, OSError) as reason:

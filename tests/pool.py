@@ -13,6 +13,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["minifsdp.checkpoint", "llama.finetune.job", "torch.distributed.fsdp"]
+)
 _GRACE_SECONDS = 10.0  # for other ranks to answer once one has failed
 
 
@@ -50,18 +54,17 @@ class RanksFailed(AssertionError):
 
 
 class Pool:
-    """`world_size` processes in one gloo group."""
+    """`world_size` processes in one gloo group, forked from one that has imported torch."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes, self.processes = [], []
         for rank in range(world_size):
-            here, there = context.Pipe()
+            here, there = SERVER.Pipe()
             args = (rank, world_size, store, there)
-            process = context.Process(target=_serve, args=args, daemon=True)
+            process = SERVER.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from test_train import MODEL, Run, train_in_pool, write_dialogs
 
 from llama.finetune.metrics import read_metrics
@@ -243,15 +244,14 @@ def test_a_run_whose_disk_runs_full_says_so_and_can_go_on(
     run = Run(small_disk / "run")
     mine = ["--device", "cpu", "--out", str(run.out), *flags, "--keep-last", "1"]
     fault = [{"rank": 0, "phase": "disk full", "step": 5}]
-    variables = environment(FAULTS=json.dumps(fault), FAULT_LOG=os.devnull)
-    command = [sys.executable, str(FAULTY), *mine]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
-    assert done.returncode == 1
-    assert done.stderr.count("train.py: error: cannot prepare checkpoint") == 1
-    assert "bytes and 0 are free in" in done.stderr
-    assert "Traceback" not in done.stderr
+    variables = {"FAULTS": json.dumps(fault), "FAULT_LOG": os.devnull}
+    python, folder = warm_python.shared(), small_disk.parent
+    done = python.run([str(FAULTY), *mine], folder, environment=variables)
+    assert done.code == 1
+    assert done.output.count("train.py: error: cannot prepare checkpoint") == 1
+    assert "bytes and 0 are free in" in done.output
+    assert "Traceback" not in done.output
     assert [path.name for path in (run.out / "checkpoints").iterdir()] == ["step-00000004"]
     (run.out / "filler").unlink()
-    again = [sys.executable, str(TRAIN), "--out", str(run.out), "--resume"]
-    subprocess.run(again, check=True, capture_output=True, timeout=60, env=environment())
+    assert python.run([str(TRAIN), "--out", str(run.out), "--resume"], folder).code == 0
     assert run.losses == pytest.approx(undisturbed.losses, rel=1e-5)

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -11,13 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pool import SERVER
 
 from llama.finetune.data import Batches, cache, load, reading, store
 from llama.finetune.tasks import TOKENIZER_PATH, build_tokenizer
 from llama.tokenizer import Tokenizer
-
-SERVER = multiprocessing.get_context("forkserver")  # which imports torch once for all processes
-SERVER.set_forkserver_preload(["llama.finetune.data"])
 
 
 class CountingTokenizer(Tokenizer):

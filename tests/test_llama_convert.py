@@ -1,11 +1,10 @@
 """From Hugging Face's format to Meta's and back: the same bits, without a model."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from safetensors.torch import load_file
 from test_llama_tokenizer import train
 from test_llama_weights import filled
@@ -87,11 +86,13 @@ def test_the_tokenizer_one_folder_up_goes_along(tmp_path):
 
 def test_the_command_says_what_is_wrong_and_leaves_nothing(tmp_path):
     save_hf(filled(GQA), tmp_path / "hf")
-    run = [sys.executable, "-m", "llama.weights", "convert", "--from", "hf", "--to", "meta"]
+    run = ["-m", "llama.weights", "convert", "--from", "hf", "--to", "meta"]
+    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
 
     def answer(*args: object) -> tuple[int, str, str]:
-        done = subprocess.run([*run, *map(str, args)], capture_output=True, text=True)
-        return done.returncode, done.stdout, done.stderr
+        words = [*run, *map(str, args)]
+        done = warm_python.shared().run(words, tmp_path, environment=path, errors_apart=True)
+        return done.code, done.output, done.errors
 
     code, _, said = answer("--shards", 4, tmp_path / "hf", tmp_path / "meta")
     assert code == 2

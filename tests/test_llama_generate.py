@@ -1,9 +1,12 @@
 """Generation: against independent figures, in batches, sampled, and on ranks that differ."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from golden_llama import CASES, golden_model, golden_tokens
+from test_llama_generate_text import restless_model as restless
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from llama import Llama, LlamaConfig
@@ -17,14 +20,7 @@ CONFIG = LlamaConfig(
 PROMPTS = [[1, 5, 9], [7], [1, 2, 3, 4, 5, 6, 7, 8], [60, 61]]
 
 
-def restless_model() -> Llama:
-    """Weights large enough that greedy text does not settle on one token."""
-    model = Llama(CONFIG)
-    model.init_weights(torch.Generator().manual_seed(3))
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.mul_(12)
-    return model
+restless_model = functools.partial(restless, CONFIG)
 
 
 class FixedLogits(torch.nn.Module):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from pool import SERVER
 from test_llama_generate_text import CONFIG, TOKENIZER, Scripted, restless_model
 
 from llama import Llama, LlamaConfig
@@ -260,7 +260,15 @@ def think_longer_than_the_timeout(rank: int, folder: str) -> None:
 
 
 def test_a_person_may_think_longer_than_the_group_waits(tmp_path):
-    mp.spawn(think_longer_than_the_timeout, args=(str(tmp_path),), nprocs=2)
+    ranks = [
+        SERVER.Process(target=think_longer_than_the_timeout, args=(rank, str(tmp_path)))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=100)
+    assert [process.exitcode for process in ranks] == [0, 0]
     alone = Lines(["Why?"])
     converse(restless_model(), TOKENIZER, SAMPLED, alone)
     assert (tmp_path / "said0").read_text() == alone.answers

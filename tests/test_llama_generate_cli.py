@@ -47,13 +47,14 @@ def answers(prompts: list[str], **settings) -> str:
     return "".join(f"{answer}\n" for answer in said)
 
 
-def test_prompts_are_answered_and_nothing_else_is_printed(folder):
+def test_prompts_are_answered_and_nothing_else_is_printed(folder, capsys):
     sampling = ["--temperature", "0.9", "--top-p", "0.95", "--seed", "4"]
     flags = ["--max-new-tokens", "12", "--system", "Be brief.", *sampling]
-    done = run("--model", str(folder), "--prompt", *PROMPTS, *flags)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert main(["--device", "cpu", "--model", str(folder), "--prompt", *PROMPTS, *flags]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
     settings = dict(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=4, system="Be brief.")
-    assert done.stdout.decode() == answers(PROMPTS, **settings)
+    assert shown.out == answers(PROMPTS, **settings)
 
 
 def test_lines_of_a_pipe_are_turns_and_a_refused_one_ends_nothing(folder):

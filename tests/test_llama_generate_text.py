@@ -22,9 +22,9 @@ CONFIG = LlamaConfig(
 )
 
 
-def restless_model() -> Llama:
+def restless_model(config: LlamaConfig = CONFIG) -> Llama:
     """Weights large enough that greedy text does not settle on one token."""
-    model = Llama(CONFIG)
+    model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(3))
     for parameter in model.parameters():
         if parameter.dim() > 1:

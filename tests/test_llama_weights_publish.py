@@ -4,14 +4,14 @@ import errno
 import os
 import resource
 import shutil
-import signal
-import subprocess
-import sys
+import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from pool import SERVER
 from test_llama_weights import CONFIG, UNEVEN, filled, shard
 from torch.distributed import fsdp
 from torch.profiler import ProfilerActivity, profile
@@ -97,36 +97,31 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path, run
     assert list(tmp_path.iterdir()) == []
 
 
-STUCK = """
-import os, sys, time
-sys.path[:0] = [{tests!r}]
-from test_llama_weights import CONFIG, filled
-from llama.weights import save_{kind}
-original = os.pwrite
-def stop(*args):
-    print("writing", flush=True)
-    time.sleep(60)
-os.pwrite = stop
-save_{kind}(filled(CONFIG), {target!r})
-"""
+def save_and_stick(kind: str, target: Path, writing: Event) -> None:
+    def stick(*_: object) -> None:
+        writing.set()
+        time.sleep(60)
+
+    os.pwrite = stick
+    SAVES[kind](filled(CONFIG), target)
 
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_what_a_killed_save_left_goes_with_the_next_and_a_living_one_is_respected(tmp_path, kind):
     target = tmp_path / "export"
-    code = STUCK.format(tests=str(Path(__file__).parent), kind=kind, target=str(target))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    writing = SERVER.Event()
+    process = SERVER.Process(target=save_and_stick, args=(kind, target, writing))
+    process.start()
     try:
-        assert process.stdout.readline() == b"writing\n"
+        assert writing.wait(timeout=60)
         unfinished = list(tmp_path.iterdir())
         assert [p.name.startswith(".export.unfinished-") for p in unfinished] == [True]
         with pytest.raises(ValueError, match="export: another process is saving to it"):
             SAVES[kind](filled(CONFIG), target)
         assert list(tmp_path.iterdir()) == unfinished
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.kill()
+        process.join()
     assert list(tmp_path.iterdir()) == unfinished
     (tmp_path / ".export.unfinished-of-somebody").mkdir()
     (tmp_path / ".export2.unfinished-01234567").mkdir()

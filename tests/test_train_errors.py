@@ -1,13 +1,11 @@
 """Bad input to train.py: refused by name, with the remedy, before anything is built."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_train import load_train
+from test_train import TRAIN, launch, load_train
 
 from llama.finetune.flags import build_parser
 from llama.finetune.job import Job, prepare, read_flags
@@ -15,7 +13,6 @@ from llama.finetune.tasks import TOKENIZER_PATH
 from minifsdp import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process
-TRAIN = Path(__file__).parents[1] / "train.py"
 GOOD = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n'
 
 
@@ -124,6 +121,16 @@ REFUSED = {
     "bf16 without shards": ("--engine none --bf16", "--bf16 .*--engine none.*minifsdp"),
     "resharding without shards": ("--engine ddp --reshard-after-forward", "--reshard-after-for"),
     "syncing alone": ("--engine none --no-sync", "--no-sync .*--engine none"),
+    "trace of another engine": ("--engine fsdp2 --trace 2", "--trace .*--engine fsdp2.*minifsdp"),
+    "trace of nothing": ("--trace 0", "--trace: must be a number of steps, .*5-8, not 0"),
+    "trace backwards": ("--trace 5-4", "--trace: must be .* not 5-4"),
+    "trace of no training": ("--show-sample 1 --trace 2", "--show-sample .* nothing to --trace"),
+    "longer trace than the run": (
+        "--steps 6 --trace 5",
+        "--trace 5: .* steps 1 to 6, the first 2 to warm up: trace at most 4, or raise --steps",
+    ),
+    "trace of more than warm-up": ("--steps 2 --trace 1", "--trace 1: .* raise --steps"),
+    "trace after the run": ("--steps 9 --stop-at 6 --trace 6-7", "--trace 6-7: .* steps 1 to 6: "),
 }
 
 
@@ -193,7 +200,7 @@ def test_what_torchrun_starts_once_more_goes_on_by_itself(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch")
     for folder, resumed in (("done", True), ("halted", False)):
         begun(folder, "launch")
-        for flags in ("", "--overwrite", "--resume"):
+        for flags in ("", "--overwrite", "--resume", "--trace 9"):  # few steps may be left
             args = checked(f"--out {folder} --steps 6 {flags}").args
             assert (bool(args.resume), args.overwrite) == (resumed, not resumed)
 
@@ -249,14 +256,9 @@ def test_every_flag_has_help_of_one_line() -> None:
 def test_a_refusal_is_one_line_and_ends_every_rank(ranks: int, tmp_path: Path) -> None:
     """Rank 0 alone speaks, nobody hangs, no traceback, no run folder."""
     (tmp_path / "roles.jsonl").write_text(GOOD + GOOD.replace("assistant", "robot"))
-    launch = [sys.executable]
-    if ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    flags = ["--data", "roles.jsonl", "--tokenizer", str(TOKENIZER_PATH), "--out", "run"]
-    done = subprocess.run(
-        [*launch, str(TRAIN), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == (2 if ranks == 1 else 1)  # torchrun has a code of its own
-    assert done.stderr.count("train.py: error: roles.jsonl:2: ") == 1
-    assert f'File "{TRAIN}"' not in done.stderr
+    data = ["--data", str(tmp_path / "roles.jsonl"), "--tokenizer", str(TOKENIZER_PATH)]
+    refused = launch(tmp_path / "run", ranks, *data, code=2)
+    assert refused.stderr.count("train.py: error: ") == 1
+    assert "roles.jsonl:2: " in refused.stderr
+    assert f'File "{TRAIN}"' not in refused.stderr
     assert files_in(tmp_path) == [tmp_path / "roles.jsonl"]

@@ -3,13 +3,13 @@
 import io
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from safetensors.torch import load_file
 from test_train import MODEL, STEPS, TRAIN, Run, launch, load_train, train_in_pool, write_dialogs
 from torch.distributed.checkpoint import FileSystemReader
@@ -369,33 +369,56 @@ def test_a_rank_that_is_stuck_is_named_with_step_phase_and_stack_and_all_end(
     script = tmp_path / "stuck.py"
     script.write_text(STUCK.format(path=str(TRAIN), function=function, call=call))
     flags = [*data, *MODEL, *FEW, "--steps", "4", "--hang-timeout", "3", "--engine", engine]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, str(script), "--device", "cpu", "--out", str(tmp_path / "run"), *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    assert ended.returncode != 0
-    assert f"watchdog: rank 1 has not arrived: for 3 s at {where}" in ended.stderr.replace(
+    command = [str(script), "--device", "cpu", "--out", str(tmp_path / "run"), *flags]
+    ended = warm_python.shared().run(command, tmp_path, ranks=2, timeout_seconds=90)
+    assert ended.code not in (0, 124)
+    assert f"watchdog: rank 1 has not arrived: for 3 s at {where}" in ended.output.replace(
         "for 4 s", "for 3 s"
     )
-    assert "time.sleep(1000)" in ended.stderr
+    assert "time.sleep(1000)" in ended.output
 
 
 # ---- Planning -------------------------------------------------------------------------------
 
 
-def test_a_run_is_planned_without_data_and_told_what_would_make_it_fit(tmp_path: Path) -> None:
+def plan(capsys: pytest.CaptureFixture, *flags: str) -> tuple[int | str, str]:
+    """How train.py ended, here and not in a process of its own, and what it wrote to stdout."""
+    sys.argv[1:] = ["--device", "cpu", *flags]
+    with pytest.raises(SystemExit) as ending:
+        load_train().main()
+    return ending.value.code, capsys.readouterr().out
+
+
+def test_a_run_is_planned_without_data_and_told_what_would_make_it_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py"])
     shape = ["--dim", "64", "--layers", "2", "--heads", "4", "--ffn", "128", "--seq-len", "64"]
     flags = ["--plan", "--world-size", "4", *shape, "--batch-size", "16", "--steps", "10"]
-    files = [tmp_path / "plan.json", tmp_path / "plan.html"]
-    written = ["--json", str(files[0]), "--page", str(files[1])]
-    run = launch(tmp_path / "run", 1, *flags, "--gpu", "A100-80", "--price", "2", *written)
-    assert "fits: at most" in run.stdout and "10 steps: " in run.stdout
-    report = json.loads(files[0].read_text())
+    written = ["--json", "plan.json", "--page", "plan.html"]
+    code, told = plan(capsys, *flags, "--gpu", "A100-80", "--price", "2", *written)
+    assert (code, "fits: at most" in told, "10 steps: " in told) == (0, True, True)
+    report = json.loads(Path("plan.json").read_text())
     blocks = 4  # embedding, two blocks, head; the root has but a norm
     assert report["messages"]["reduce_scatter"]["count"] == blocks + 1
-    assert "<svg" in files[1].read_text()
-    assert not run.out.exists()
-    large = ["--dim", "256", "--ffn", "1024", "--seq-len", "256", "--batch-size", "64"]
-    small = launch(tmp_path / "run", 1, *flags, *large, "--gpu", "1.6", code=1)
-    assert "DOES NOT FIT" in small.stdout and "--activation-checkpointing" in small.stdout
-    refused = launch(tmp_path / "run", 1, "--plan", "--gpu", "80", code=1)
-    assert "--plan needs --world-size" in refused.stderr
+    assert "<svg" in Path("plan.html").read_text()
+    large = ["--dim", "256", "--ffn", "1024", "--max-seq-len", "1000", "--seq-len", "1000"]
+    large += ["--batch-size", "8"]
+    code, told = plan(capsys, *flags, *large, "--gpu", "1.6")
+    assert code == 1
+    assert "DOES NOT FIT" in told and "--activation-checkpointing" in told
+    assert not Path("runs").exists()
+
+
+def test_a_file_of_flags_may_ask_for_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process without a group of ranks: a plan has a world of its own."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    config = tmp_path / "run.toml"
+    config.write_text("plan = true\ngpu = 80\n")
+    assert plan(capsys, "--config", str(config)) == (
+        "train.py: error: --plan needs --world-size, how many ranks, and --gpu, a name or GB",
+        "",
+    )

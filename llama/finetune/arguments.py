@@ -8,6 +8,7 @@ from llama.finetune.data import source_of
 from llama.finetune.flags import ENGINES, build_parser
 from llama.finetune.run_folder import check_apart, is_restart, is_run, recorded_flags
 from llama.finetune.settings import expand
+from llama.lora import ATTENTION
 
 CANNOT = {  # a flag, and the engines that cannot honour it
     "bf16": ("ddp", "none"),
@@ -16,6 +17,7 @@ CANNOT = {  # a flag, and the engines that cannot honour it
     "no_sync": ("none",),
     "hsdp": ("fsdp1", "ddp", "none"),
     "lora_rank": ("fsdp1",),
+    "trace": ("fsdp2", "fsdp1", "ddp", "none"),
 }
 SHAPE = {  # a flag, and the field of LlamaConfig that it sets
     "dim": "dim",
@@ -71,6 +73,15 @@ def trains(args: argparse.Namespace) -> bool:
     return not any(getattr(args, flag) for flag in INSTEAD)
 
 
+def plans(argv: list[str]) -> bool:
+    """Whether `argv`, or the file that it names, asks for a plan; False where it cannot be read."""
+    parser = build_parser()
+    try:
+        return parser.parse_args(expand(argv, parser)).plan
+    except (ValueError, OSError):
+        return False  # whoever acts on the flags says why
+
+
 def argv_of_attempt(argv: list[str], steps_saved: Callable[[Path], int | None]) -> list[str]:
     """`argv` without what depends on how far the run is: `--resume auto`, or torchrun's restart.
 
@@ -105,7 +116,7 @@ def _recorded(
 ) -> argparse.Namespace:
     """The flags of the run to resume, changed by those in `argv`."""
     folder = _run_folder(args)
-    once = ("stop_at", "overwrite", "resume", *INSTEAD)
+    once = ("stop_at", "overwrite", "resume", "trace", *INSTEAD)
     recorded = recorded_flags(folder) | {flag: parser.get_default(flag) for flag in once}
     # A value that the namespace has already is kept unless its flag is given.
     resumed = parser.parse_args(expand(argv, parser), argparse.Namespace(**recorded))
@@ -160,7 +171,7 @@ def _fill_in(args: argparse.Namespace) -> None:
     if args.lora_rank and args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_rank
     if args.lora_rank and args.lora_targets is None:
-        args.lora_targets = ["wq", "wk", "wv", "wo"]
+        args.lora_targets = list(ATTENTION)
     args.keep_best = args.keep_best or args.export_best
 
 
@@ -170,8 +181,10 @@ def _check_purpose(args: argparse.Namespace) -> None:
     asked = [_named(flag) for flag in INSTEAD if getattr(args, flag)]
     if len(asked) > 1:
         raise ValueError(f"{asked[0]} and {asked[1]} are two things to do: give one of them")
-    if asked and args.overwrite:
-        raise ValueError(f"{asked[0]} trains nothing, so there is nothing to --overwrite: drop it")
+    for flag in ("overwrite", "trace"):
+        if asked and getattr(args, flag):
+            nothing = f"{asked[0]} trains nothing, so there is nothing to {_named(flag)}"
+            raise ValueError(f"{nothing}: drop it")
     planning = [_named(flag) for flag in PLANNING if getattr(args, flag) is not None]
     if args.plan and None in (args.world_size, args.gpu):
         raise ValueError("--plan needs --world-size, how many ranks, and --gpu, a name or GB")

@@ -4,13 +4,14 @@ import argparse
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
+from llama.finetune.data import ON_BAD_LINE, TEMPLATES
 from llama.finetune.schedule import CURVES
 
 ENGINES = ("minifsdp", "fsdp2", "fsdp1", "ddp", "none")
-TEMPLATES = ("auto", "llama2", "alpaca", "plain")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -46,6 +47,16 @@ _share = _number(float, lambda x: 0 <= x < 1, "a number, 0 or more and below 1")
 _seed = _number(int, lambda n: -(2**63) <= n < 2**64, "a whole number from -2**63 to 2**64 - 1")
 
 
+def _steps_to_trace(text: str) -> str:
+    """A number of steps, or the first and the last of them."""
+    if match := re.fullmatch(r"([1-9]\d*)(?:-(\d+))?", text):
+        first, last = match.groups()
+        if last is None or int(first) <= int(last):
+            return text
+    must = "a number of steps, or the first and the last, such as 5-8"
+    raise argparse.ArgumentTypeError(f"must be {must}, not {text}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """A flag that is None unless given has its default where it is used."""
     about = "Train a Llama 2; without flags, a tiny one on made-up tasks."
@@ -78,6 +89,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     add("--seed", type=_seed, default=0, help=f"of weights, tasks and order of data; {_DEFAULT}")
     add("--stop-at", type=_whole, metavar="STEP", help="stop there, to be resumed later")
+    traced = "record N steps after the first two, or steps A-B, in OUT/trace.html"
+    add("--trace", type=_steps_to_trace, metavar="N|A-B", help=traced)
     timeout = {"type": _amount, "default": 600.0, "metavar": "SECONDS"}
     add("--hang-timeout", **timeout, help=f"a rank this late is named, all end; 0: off; {_DEFAULT}")
     add("--peak-tflops", type=_positive, metavar="N", help="of a device, for MFU; default: a table")
@@ -150,7 +163,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--eval-data", **files, help="evaluate on these")
     add("--tokenizer", metavar="FILE", help="SentencePiece model; default: the one in --model")
     add("--template", choices=TEMPLATES, default="auto", help=f"of dialogs; {_DEFAULT}, by record")
-    bad = {"choices": ("error", "skip"), "default": "error"}
+    bad: dict[str, Any] = {"choices": ON_BAD_LINE, "default": "error"}
     add("--on-bad-line", **bad, help=f"of data that cannot be used; {_DEFAULT}")
     add("--seq-len", type=_whole, help="longest sequence, in tokens; default: 2048 or the model's")
     packing = "several documents a row, each to itself; default: with --data"

@@ -12,7 +12,8 @@ from llama.finetune import tasks
 from llama.finetune.arguments import SHAPE
 from llama.finetune.data import Corpus, Example, load
 from llama.finetune.evaluate import Question
-from llama.finetune.run_folder import check_model_folder
+from llama.generate.load import check_folder
+from llama.weights import fingerprint
 
 DATA_SEQ_LEN = 2048  # tokens
 TASK_EXAMPLES, TASK_QUESTIONS = 150_000, 500
@@ -24,16 +25,23 @@ class Inputs(NamedTuple):
     tokenizer: Tokenizer
     config: LlamaConfig
     seq_len: int  # longest example, in tokens
+    packed: bool  # whether a row holds several examples
     examples: Corpus | None  # to train on
     evaluation: Corpus | None
     questions: list[Question]  # with one right answer each, so of the tasks only
     samples: list[list[int]]  # prompts to answer, as token ids
+    base: str | None  # fingerprint of the weights that adapters are trained for
+
+    @property
+    def pack_to(self) -> int | None:
+        """Positions of a row that examples are packed into; None: a row for each example."""
+        return self.seq_len if self.packed else None
 
 
 def read_inputs(args: argparse.Namespace) -> Inputs:
     """Read what the flags name; ValueError or OSError for what cannot be used."""
     if args.model:
-        check_model_folder(args.model)
+        _check_model_folder(Path(args.model))
     if args.tokenizer and Path(args.tokenizer).is_dir():
         raise ValueError(f"--tokenizer {args.tokenizer} is a folder: give a file, tokenizer.model")
     beside = Path(args.model, "tokenizer.model") if args.model else tasks.TOKENIZER_PATH
@@ -53,7 +61,25 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         samples = _openings(evaluation or examples or ())
     if max(map(len, samples), default=0) >= config.max_seq_len:
         raise ValueError(f"a --sample leaves no room for an answer in {config.max_seq_len} tokens")
-    return Inputs(tokenizer, config, seq_len, examples, evaluation, questions, samples)
+    adapts = args.lora_rank and args.model and not args.show_sample
+    return Inputs(
+        tokenizer,
+        config,
+        seq_len,
+        args.packing,
+        examples,
+        evaluation,
+        questions,
+        samples,
+        fingerprint(args.model) if adapts else None,
+    )
+
+
+def _check_model_folder(folder: Path) -> None:
+    try:
+        check_folder(folder)
+    except (FileNotFoundError, ValueError) as reason:
+        raise type(reason)(f"--model {reason}") from None
 
 
 def _own_data(

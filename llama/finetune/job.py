@@ -16,7 +16,7 @@ from llama.finetune.arguments import argv_of_attempt, parse_args, trains
 from llama.finetune.data import Batches
 from llama.finetune.inputs import Inputs, read_inputs
 from llama.finetune.metrics import Metrics, write_json
-from llama.finetune.processes import launch
+from llama.finetune.processes import launch, restarts
 from llama.finetune.run_folder import (
     PARTS,
     check_free,
@@ -25,7 +25,7 @@ from llama.finetune.run_folder import (
     is_finished,
     is_summarised,
 )
-from llama.weights import fingerprint
+from llama.finetune.speed import WARM_UP_STEPS
 
 TASK_STEPS, DATA_EPOCHS = 1200, 3
 STATE_BYTES = 12  # a trained parameter in a checkpoint: it and AdamW's two moments, in float32
@@ -52,20 +52,32 @@ class Job(NamedTuple):
         return self.inputs.config
 
     @property
-    def pack_to(self) -> int | None:
-        """Positions of a row that documents are packed into; None: a row for each document."""
-        return self.inputs.seq_len if self.args.packing else None
+    def patience_seconds(self) -> float:
+        """How long ranks wait for one that loads, saves or exports."""
+        return 10 * self.args.hang_timeout or math.inf
+
+    @property
+    def end(self) -> int:
+        """The steps that are done, of the whole run's, when this launch ends."""
+        return min(self.args.stop_at or self.steps, self.steps)
+
+    def traced(self, steps_done: int) -> range:
+        """The steps, counted from 0, that --trace names and this launch does, from `steps_done`."""
+        if not self.args.trace:
+            return range(0)
+        named = steps_to_trace(self.args.trace, steps_done)
+        return range(max(named.start, steps_done), min(named.stop, self.end))
 
     def identity(self) -> dict[str, dict[str, Any]]:
         """What a run cannot change: its model, and what the order of its data depends on."""
         args, batches = self.args, self.batches
         lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "targets": args.lora_targets}
         if args.lora_rank:  # a checkpoint holds adapters alone
-            lora["base"] = fingerprint(args.model)
+            lora["base"] = self.inputs.base
         identity = {"config": asdict(self.config), "lora": lora}
         if batches:
             corpus = batches.corpus
-            order = {"examples": len(corpus), "content": corpus.digest, "pack_to": self.pack_to}
+            order = {"examples": len(corpus), "content": corpus.digest, "pack_to": batches.pack_to}
             identity["data"] = order | {"batch": batches.global_batch, "seed": batches.seed}
         return identity
 
@@ -117,7 +129,6 @@ def prepare(
     inputs = read_inputs(args)
     batches, steps = None, 0
     if inputs.examples is not None:
-        pack_to = inputs.seq_len if args.packing else None
         epochs = None if args.steps else args.epochs or (DATA_EPOCHS if args.data else None)
         batches = Batches(
             inputs.examples,
@@ -126,7 +137,7 @@ def prepare(
             inputs.tokenizer.pad_id,
             rank,
             world_size,
-            pack_to,
+            inputs.pack_to,
         )
         steps = args.steps or (batches.steps(epochs) if epochs else TASK_STEPS)
     save_every = args.save_every or max(100, -(-steps // 10))
@@ -146,6 +157,7 @@ def prepare(
     if args.resume:
         return _resumed(job, steps_saved(job.out))
     if trains(args):
+        _check_traced(job, 0)
         check_free(job.out, args.overwrite)
         check_room(job.out, _needed_bytes(job))
     return job
@@ -157,7 +169,32 @@ def _resumed(job: Job, done: int | None) -> Job:
     if job.args.resume == "auto" and is_finished(job.out, done, job.steps):
         return job._replace(finished=True)
     check_resumable(job.out, done, job.steps, job.args.stop_at)
+    _check_traced(job, done)
     return job._replace(summarised=done == job.steps and is_summarised(job.out, job.steps))
+
+
+def steps_to_trace(asked: str, steps_done: int) -> range:
+    """What --trace asks for, as steps counted from 0, of a launch that begins at `steps_done`."""
+    first, dash, last = asked.partition("-")
+    if dash:
+        return range(int(first) - 1, int(last))
+    begin = steps_done + WARM_UP_STEPS
+    return range(begin, begin + int(asked))
+
+
+def _check_traced(job: Job, done: int) -> None:
+    """ValueError if --trace names steps that are not done; not where nobody typed the launch."""
+    if not job.args.trace or job.args.resume == "auto" or restarts():
+        return
+    steps = steps_to_trace(job.args.trace, done)
+    if done <= steps.start and steps.stop <= job.end:
+        return
+    does = f"does steps {done + 1} to {job.end}" if done < job.end else "has no step left to do"
+    remedy = "trace some of them"
+    if "-" not in job.args.trace:
+        does += f", the first {WARM_UP_STEPS} to warm up"
+        remedy = f"trace at most {max(0, job.end - done - WARM_UP_STEPS)}"
+    raise ValueError(f"--trace {job.args.trace}: this launch {does}: {remedy}, or raise --steps")
 
 
 def _needed_bytes(job: Job) -> int:

@@ -12,6 +12,7 @@ from llama import LlamaConfig, Tokenizer
 from llama.finetune import tasks
 from llama.finetune.inputs import Inputs, choose_model, choose_seq_len
 from llama.finetune.job import Job
+from llama.lora import ATTENTION
 
 
 def planned_job(args: argparse.Namespace, device_type: str) -> Job:
@@ -23,7 +24,8 @@ def planned_job(args: argparse.Namespace, device_type: str) -> Job:
     else:
         tokenizer = Tokenizer(args.tokenizer or tasks.TOKENIZER_PATH)
         config = choose_model(args, tokenizer)
-    inputs = Inputs(tokenizer, config, choose_seq_len(args, config), None, None, [], [])
+    seq_len = choose_seq_len(args, config)
+    inputs = Inputs(tokenizer, config, seq_len, args.packing, None, None, [], [], base=None)
     micro_batch = args.micro_batch or args.batch_size // args.world_size
     device = torch.device(device_type)
     steps, save_every = args.steps or 0, args.save_every or 0
@@ -40,6 +42,20 @@ def planned_job(args: argparse.Namespace, device_type: str) -> Job:
         finished=False,
         summarised=False,
     )
+
+
+def settings_of_plan(job: Job) -> dict[str, Any]:
+    """What `minifsdp.plan.plan` is to know of the run besides its model, batch and changes."""
+    args = job.args
+    settings = {
+        "micro_batches": args.batch_size // (args.world_size * job.micro_batch),
+        "no_sync": args.no_sync,
+        "clip_norm": args.clip or None,
+        "nodes": args.nodes,
+        "steps": args.steps,
+        "price": args.price,
+    }
+    return settings | ({"network_gb_s": args.network} if args.network else {})
 
 
 def changed(job: Job, flags: dict[str, Any]) -> Job:
@@ -98,7 +114,7 @@ def changes(job: Job) -> list[dict[str, Any]]:
                 "keywords": {
                     "lora_rank": 16,
                     "lora_alpha": 32.0,
-                    "lora_targets": ["wq", "wk", "wv", "wo"],
+                    "lora_targets": list(ATTENTION),
                 },
                 "alters": True,
             },

@@ -15,10 +15,9 @@ from llama.finetune.data import show
 from llama.finetune.job import Job
 from llama.finetune.metrics import Metrics
 from llama.finetune.page import write_page
-from llama.finetune.speed import Utilisation, Work, peak_tflops
+from llama.finetune.speed import WARM_UP_STEPS, Utilisation, Work, peak_tflops
 
 REFUSED_SHOWN = 10
-WARM_UP_STEPS = 2  # not counted in tokens per second: they make what lasts, and may be profiled
 
 
 def announce(job: Job) -> None:
@@ -41,8 +40,8 @@ def announce(job: Job) -> None:
 
 def _about_data(job: Job) -> str:
     corpus, rows = job.batches.corpus, job.batches.rows_in_epoch(0)
-    packed = f" of {job.pack_to:,}" if job.pack_to else ""
-    batch = job.batches.global_batch
+    batch, pack_to = job.batches.global_batch, job.batches.pack_to
+    packed = f" of {pack_to:,}" if pack_to else ""
     told = (
         f"data: {len(corpus):,} examples of {corpus.lengths.sum():,} tokens, "
         f"{corpus.learnt.sum():,} of them learnt\nsteps: {job.steps:,} of {batch:,} rows{packed}; "
@@ -127,6 +126,11 @@ class Progress:
         """Append a line to the metrics, on the first rank."""
         if self.metrics:
             self.metrics.write(step, **values)
+
+    def tell(self, line: str) -> None:
+        """Print a line above the bar, on the first rank."""
+        if self.first:
+            self._bar.write(line)
 
     def step(self, step: int, logged: dict[str, Any], work: Work) -> None:
         """Show and record a step that is done."""

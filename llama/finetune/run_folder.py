@@ -9,6 +9,7 @@ from typing import Any
 from llama.finetune.metrics import read_metrics
 from llama.finetune.processes import launch, restarts
 
+TRACES = ("trace.html", "trace.json")
 # What `--overwrite` deletes. `config.json`, by which a run's folder is known, is replaced instead.
 PARTS = (
     "tensorboard",
@@ -19,6 +20,7 @@ PARTS = (
     "best",
     "export",
     "adapter",
+    *TRACES,
 )
 
 
@@ -55,16 +57,6 @@ def check_apart(out: Path, model: str | None, inputs: Sequence[str]) -> None:
     for path in inputs:
         if folder in Path(path).resolve().parents:
             raise ValueError(f"{path}, which this run reads, is in run folder {out}: move one")
-
-
-def check_model_folder(model: str) -> None:
-    """FileNotFoundError or ValueError for a --model that is no folder, or a run's."""
-    if not Path(model).is_dir():
-        raise FileNotFoundError(f"--model {model}: no such folder")
-    if is_run(Path(model)):
-        export = Path(model, "export")
-        when = "" if export.is_dir() else ", once it has finished"
-        raise ValueError(f"--model {model} is a run folder: its model is {export}{when}")
 
 
 def check_free(out: Path, overwrite: bool) -> None:

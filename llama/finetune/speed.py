@@ -13,6 +13,8 @@ parameter though an embedding is only looked up, and no recomputation of activat
 import re
 from typing import NamedTuple
 
+WARM_UP_STEPS = 2  # of a launch, left out of its speed: they make what lasts, and may be profiled
+
 # A pattern of `torch.cuda.get_device_name` and dense bfloat16 TFLOP/s with float32 accumulation;
 # the first that fits holds. From NVIDIA's data sheet of each, halved where it has only the figure
 # "with sparsity"; RTX cards: the architecture papers GA102, Ada (AD102) and RTX Blackwell; A10G:

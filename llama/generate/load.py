@@ -26,7 +26,7 @@ def load(
     ValueError, naming folder or file and the remedy, for what is missing or of another kind.
     """
     folder = Path(folder)
-    _check(folder)
+    check_folder(folder)
     config = LlamaConfig.from_hf(folder)
     tokenizer = Tokenizer(folder / "tokenizer.model")
     if tokenizer.vocab_size > config.vocab_size:
@@ -44,7 +44,7 @@ def load(
     return model.eval(), tokenizer
 
 
-def _check(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """FileNotFoundError or ValueError for a folder that is missing, or that a run has made."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")

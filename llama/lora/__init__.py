@@ -13,12 +13,21 @@ What is where: `layers` (what is computed), `add` (which layers, what is frozen,
 `merge` (the sums).
 """
 
-from llama.lora.add import ALL_LINEAR, HF_TARGETS, add_lora, freeze, init_lora, trainable_parameters
+from llama.lora.add import (
+    ALL_LINEAR,
+    ATTENTION,
+    HF_TARGETS,
+    add_lora,
+    freeze,
+    init_lora,
+    trainable_parameters,
+)
 from llama.lora.layers import LoRALinear, adapters, is_adapter
 from llama.lora.merge import merged_rows
 
 __all__ = [
     "ALL_LINEAR",
+    "ATTENTION",
     "HF_TARGETS",
     "LoRALinear",
     "adapters",

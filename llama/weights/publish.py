@@ -79,10 +79,10 @@ def published(target: Path, ranks: Ranks) -> Iterator[Path]:
 
     def end() -> None:
         for path in sorted(folder.iterdir()):
-            _sync(path)
-        _sync(folder)
+            sync(path)
+        sync(folder)
         folder.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
 
     def is_seen() -> None:
         if not folder.is_dir():
@@ -136,7 +136,8 @@ def _lock(folder: Path) -> int | None:
     return fd
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -9,13 +9,14 @@ into tensors (`batch`, `batches`).
 from llama.finetune.data.batch import NO_LOSS, Batch, collate, collate_packed
 from llama.finetune.data.batches import Batches, StepSize, eval_batches
 from llama.finetune.data.corpus import Corpus, Example, Part
-from llama.finetune.data.load import load, source_of
+from llama.finetune.data.load import ON_BAD_LINE, load, source_of
 from llama.finetune.data.sample import show
 from llama.finetune.data.store import Refused
 from llama.finetune.data.templates import TEMPLATES
 
 __all__ = [
     "NO_LOSS",
+    "ON_BAD_LINE",
     "TEMPLATES",
     "Batch",
     "Batches",

@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llama.finetune.data.reading import read
-from llama.finetune.data.store import ABOUT, Store, Writer, open_store, sync_folder
+from llama.finetune.data.store import ABOUT, Store, Writer, open_store
 from llama.tokenizer import Tokenizer
+from llama.weights.publish import sync
 
 FORMAT = 2  # to be raised whenever the same file would give another store
 SETTLED_NS = 2 * 10**9  # of the coarsest clocks that file systems have
@@ -74,7 +75,7 @@ def tokenised(path: Path, tokenizer: Tokenizer, template: str, cache_dir: Path |
             ) from None
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        sync_folder(cache_dir)
+        sync(cache_dir)
     return _opened(folder, made_of)
 
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llama.weights.publish import sync
+
 ABOUT = "about.json"
 SMALL_BYTES = 2**16  # of a file that is read: a process can map some 65,000 files, and no more
 
@@ -106,7 +108,7 @@ class Writer:
         sizes = {path.name: path.stat().st_size for path in self._folder.iterdir()}
         about = {"dtype": self._dtype.name, "bytes": sizes, "refused": self.refused}
         _write(self._folder / ABOUT, json.dumps(about).encode())
-        sync_folder(self._folder)
+        sync(self._folder)
 
     def close(self) -> None:
         """Close the files."""
@@ -139,15 +141,6 @@ def open_store(folder: Path, made_of: str = "") -> Store | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Store(*arrays, refused, made_of)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _map(path: Path, dtype: Any) -> np.ndarray:

@@ -57,7 +57,7 @@ def render(run: Run, defaults: dict[str, Any]) -> str:
 </head>
 <body>
 <main>
-<header><h1>{html.escape(run.name)}</h1><p class="state">{html.escape(_state(run))}</p></header>
+<header><h1>{html.escape(run.name)}</h1><p class="state">{_state(run)}</p></header>
 <dl class="tiles">{"".join(_tile(*tile) for tile in tiles(run))}</dl>
 {f'<p class="formula">{html.escape(formula)}</p>' if formula else ""}
 <div class="charts">{charts(run)}</div>
@@ -71,13 +71,14 @@ def render(run: Run, defaults: dict[str, Any]) -> str:
 
 
 def _state(run: Run) -> str:
-    """One line on where the run stands."""
+    """One line on where the run stands, and a way to its trace, if it has one."""
     done, steps = max(run.training, default=0), run.config.get("steps")
     if run.summary:
         progress = f"Finished: {figure_text(number(steps))} steps"
     else:
         progress = f"{done:,} of {figure_text(number(steps))} steps so far"
-    return ", ".join(part for part in (progress, run.written) if part)
+    trace = f'<a href="{run.trace}">trace of some steps</a>' if run.trace else ""
+    return ", ".join(filter(None, (html.escape(progress), html.escape(run.written), trace)))
 
 
 def _tile(name: str, value: str, remark: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from llama.finetune.metrics import read_metrics
 from llama.finetune.page.series import Series, by_step, number, series
-from llama.finetune.run_folder import is_run, read_object
+from llama.finetune.run_folder import TRACES, is_run, read_object
 
 
 class Run(NamedTuple):
@@ -23,6 +23,7 @@ class Run(NamedTuple):
     evaluation: dict[int, dict[str, Any]]
     skipped: dict[int, str]  # steps and why
     written: str  # when metrics.jsonl was
+    trace: str  # the file that --trace wrote a page to; "": none
 
     @property
     def last_step(self) -> int:
@@ -52,6 +53,7 @@ def read_run(folder: Path) -> Run:
         by_step(lines, "eval_loss"),
         _skipped(training),
         written,
+        TRACES[0] if (folder / TRACES[0]).is_file() else "",
     )
 
 
