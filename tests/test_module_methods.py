@@ -92,7 +92,12 @@ def _refused(method: str) -> None:
         getattr(build(), method)(True)
 
 
-def _hook() -> None:
+def _hook(how: str) -> None:
+    with use_collectives(how):
+        _hooked()
+
+
+def _hooked() -> None:
     seen: list[torch.Tensor] = []
     model = build()
     for unit in (model.head, model.middle):
@@ -113,7 +118,8 @@ def _hook() -> None:
 
 def test_an_all_reduce_hook_sees_the_rows_with_zeros_for_padding_and_may_change_them(run_ranks):
     for world_size in (1, 2, 3, 4):
-        run_ranks(world_size, _hook)
+        for how in ("shared", "direct"):
+            run_ranks(world_size, _hook, how)
 
 
 def _hook_stream_on_two_axes() -> None:

@@ -65,7 +65,8 @@ def _piece_sizes(dtype: torch.dtype, world_size: int) -> list[int]:
 
 def _message(piece_numel: int, dtype: torch.dtype, rank: int, world_size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * piece_numel + rank)
-    return torch.randn(world_size, piece_numel, generator=generator).to(dtype)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32  # all bits in use
+    return torch.randn(world_size, piece_numel, generator=generator, dtype=exact).to(dtype)
 
 
 def _reduced(collectives, message: torch.Tensor, peers: Peers, average: bool) -> torch.Tensor:
@@ -102,11 +103,11 @@ def test_reductions_equal_gloos_bit_for_bit(run_ranks, world_size, dtype):
     assert run_ranks(world_size, _reductions_that_differ, dtype) == [[]] * world_size
 
 
-def _sum_in_rank_order_differs() -> bool:
+def _sum_in_rank_order_differs(dtype: torch.dtype) -> bool:
     """Whether gloo's sum and one in the order of ranks differ: else the test above shows little."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    messages = [_message(4096, torch.float32, r, size) for r in range(size)]
-    gloo = torch.empty(4096)
+    messages = [_message(4096, dtype, r, size) for r in range(size)]
+    gloo = torch.empty(4096, dtype=dtype)
     dist.reduce_scatter_tensor(gloo, messages[rank].view(-1))
     total = messages[0][rank].clone()
     for other in messages[1:]:
@@ -114,8 +115,9 @@ def _sum_in_rank_order_differs() -> bool:
     return not torch.equal(total, gloo)
 
 
-def test_another_summation_order_would_be_seen(run_ranks):
-    assert any(run_ranks(3, _sum_in_rank_order_differs))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_summation_order_would_be_seen(run_ranks, dtype):
+    assert any(run_ranks(3, _sum_in_rank_order_differs, dtype))
 
 
 @dataclass
