@@ -20,7 +20,7 @@ import os
 import shutil
 import sys
 import time
-import warnings
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,14 @@ from llama.finetune.job import Job, prepare, read_flags
 from llama.finetune.memory import PeakMemory
 from llama.finetune.metrics import describe
 from llama.finetune.older_engines import bare, llama_in, no_sync, shard_flat
-from llama.finetune.planned import changed, changes, full_rows, planned_job, settings_of_plan
+from llama.finetune.planned import (
+    assumed,
+    changed,
+    changes,
+    full_rows,
+    planned_job,
+    settings_of_plan,
+)
 from llama.finetune.processes import Termination, connect, everywhere, leave
 from llama.finetune.progress import Progress, Trained, announce
 from llama.finetune.run_folder import TRACES
@@ -56,6 +63,7 @@ from llama.lora import add_lora, init_lora
 from llama.weights import load_hf, save_hf, save_peft, stored_dtype
 from minifsdp import checkpoint
 from minifsdp.plan import GPU, Change
+from minifsdp.plan.shown import MISTAKE, show
 from minifsdp.trace import record
 from minifsdp.watchdog import Watchdog
 
@@ -450,7 +458,6 @@ def instead_of_training(model: nn.Module, job: Job) -> None:
 
 def plan() -> int:
     """Plan the run that the flags describe, and print it; 0 if it fits, else 1."""
-    warnings.filterwarnings("ignore", module=r"torch\.")
     args = read_flags(sys.argv[1:], 1, steps_saved)
     job = planned_job(args, GPU)
     report = minifsdp.plan.plan(
@@ -461,10 +468,8 @@ def plan() -> int:
         changes=[Change(**change) for change in changes(job)],
         **settings_of_plan(job),
     )
-    for path in filter(None, (args.json, args.page)):
-        report.save(path)
-    print(report)
-    return 0 if report.fits else 1
+    print(assumed(job))
+    return show(report, {"--json": args.json, "--page": args.page})
 
 
 def do(started: float) -> None:
@@ -511,8 +516,11 @@ def main() -> None:
     if plans(sys.argv[1:]):  # in a world of its own
         try:
             sys.exit(plan())
-        except (ValueError, OSError) as reason:
-            sys.exit(f"train.py: error: {reason}")
+        except Exception as reason:
+            known = isinstance(reason, (ValueError, OSError))
+            told = f"train.py: error: {reason}\n" if known else traceback.format_exc()
+            sys.stderr.write(told)
+            sys.exit(MISTAKE)  # 1 says that the run does not fit
     connect()
     try:
         do(started)

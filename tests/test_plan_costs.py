@@ -41,7 +41,7 @@ def _work(seconds: float) -> Work:
 
 
 def _time(*trace):
-    rehearsal = Rehearsal(8, GPU, 0, 0, 0, {}, [], [], list(trace), {}, EIGHT)
+    rehearsal = Rehearsal(8, GPU, 0, 0, 0, {}, [], [], list(trace), EIGHT)
     return simulate(rehearsal, CLUSTER)
 
 
@@ -86,8 +86,8 @@ def test_a_copy_over_pcie_stalls_the_device_and_a_blocking_one_the_host():
 def test_the_host_waits_for_a_copy_and_not_for_what_was_issued_after_it():
     nbytes = int(A100.pcie_gb_s * 1e9 * LINK_EFFICIENCY)  # one second
     host = Work("add", 0, None, int(4 * HOST_GB_S * 1e9), True)
-    down = (Transfer(nbytes, False), Copied(0, False))
-    assert _time(*down, _work(2), Copied(0, True), host).seconds == pytest.approx(1 + 4)
+    down = (Transfer(nbytes, False), Copied())
+    assert _time(*down, _work(2), Copied(1), host).seconds == pytest.approx(1 + 4)
     assert _time(*down, _work(2), host).seconds == pytest.approx(4)
 
 

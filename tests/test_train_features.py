@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -382,11 +383,11 @@ def test_a_rank_that_is_stuck_is_named_with_step_phase_and_stack_and_all_end(
 
 
 def plan(capsys: pytest.CaptureFixture, *flags: str) -> tuple[int | str, str]:
-    """How train.py ended, here and not in a process of its own, and what it wrote to stdout."""
+    """How train.py ended, here and not in a process of its own, and what it wrote."""
     sys.argv[1:] = ["--device", "cpu", *flags]
     with pytest.raises(SystemExit) as ending:
         load_train().main()
-    return ending.value.code, capsys.readouterr().out
+    return ending.value.code, "".join(capsys.readouterr())
 
 
 def test_a_run_is_planned_without_data_and_told_what_would_make_it_fit(
@@ -404,11 +405,57 @@ def test_a_run_is_planned_without_data_and_told_what_would_make_it_fit(
     assert report["messages"]["reduce_scatter"]["count"] == blocks + 1
     assert "<svg" in Path("plan.html").read_text()
     large = ["--dim", "256", "--ffn", "1024", "--max-seq-len", "1000", "--seq-len", "1000"]
-    large += ["--batch-size", "8"]
+    large += ["--batch-size", "8", "--layers", "1"]
     code, told = plan(capsys, *flags, *large, "--gpu", "1.6")
     assert code == 1
     assert "DOES NOT FIT" in told and "--activation-checkpointing" in told
+    assert "8 GPUs" in told and "--batch-size" not in told  # the same batch
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--nodes", "3"], "error: nodes 3 (--nodes) cannot share 4 ranks evenly"),
+        (["--nodes", "no"], "error: argument --nodes: must be a whole number"),
+        (["--price", "2"], "give steps (--steps) too"),
+        (["--engine", "fsdp2"], "--plan is of --engine minifsdp alone: drop --engine fsdp2"),
+        (["--resume"], "--plan is of a run from its first step: drop --resume"),
+        (["--config", "70b-16x80gb"], "or, of another model, give --preset, such as 70b, or --mod"),
+        (["--config", "70b-lora-8x80gb"], "give --preset, such as 70b, or --model"),
+        (["--page", "nowhere/plan.html"], "--page nowhere/plan.html"),
+    ],
+)
+def test_what_cannot_be_planned_ends_with_2_and_is_told_in_a_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, flags: list[str], told: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    code, written = plan(capsys, "--plan", "--world-size", "4", "--gpu", "24", *flags)
+    assert code == 2
+    assert told in written and written.count("\n") == 1
+
+
+def test_a_crash_of_a_plan_is_not_taken_for_a_run_that_does_not_fit(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: Any, **__: Any) -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setattr("minifsdp.plan.plan", crash)
+    code, written = plan(capsys, "--plan", "--world-size", "4", "--gpu", "24")
+    assert code == 2 and "Traceback" in written and "planted" in written
+
+
+def test_a_plan_reads_no_data_and_says_so(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    flags = ["--world-size", "2", "--gpu", "24", "--preset", "tiny", "--layers", "1"]
+    code, written = plan(capsys, "--plan", *flags, "--data", "nowhere.jsonl", "--batch-size", "4")
+    assert code == 0
+    assert "assumed: 1 x 2 rows of 256 tokens" in written and "nothing of --data" in written
+    assert "(timed as an A100-80)" in written
 
 
 def test_a_file_of_flags_may_ask_for_a_plan(
@@ -418,7 +465,5 @@ def test_a_file_of_flags_may_ask_for_a_plan(
     monkeypatch.setattr("sys.argv", ["train.py"])
     config = tmp_path / "run.toml"
     config.write_text("plan = true\ngpu = 80\n")
-    assert plan(capsys, "--config", str(config)) == (
-        "train.py: error: --plan needs --world-size, how many ranks, and --gpu, a name or GB",
-        "",
-    )
+    told = "train.py: error: --plan needs --world-size, how many ranks, and --gpu, a name or GB\n"
+    assert plan(capsys, "--config", str(config)) == (2, told)

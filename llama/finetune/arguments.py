@@ -35,7 +35,7 @@ DATA = ("data", "tokenizer", "template", "on_bad_line", "seq_len", "packing", "b
 FIXED = (*SHAPE, "model", "preset", "seed", *LORA, *DATA)
 INSTEAD = ("eval_only", "chat", "show_sample", "plan")  # of training
 
-PLANNING = ("world_size", "gpu", "nodes", "network", "price", "json", "page")
+PLANNING = ("world_size", "gpu", "nodes", "network", "host_memory", "price", "json", "page")
 
 
 def parse_args(argv: list[str], world_size: int) -> argparse.Namespace:
@@ -74,12 +74,13 @@ def trains(args: argparse.Namespace) -> bool:
 
 
 def plans(argv: list[str]) -> bool:
-    """Whether `argv`, or the file that it names, asks for a plan; False where it cannot be read."""
+    """Whether `argv`, or the file that it names, asks for a plan; what cannot be read, if it says
+    so itself."""
     parser = build_parser()
     try:
         return parser.parse_args(expand(argv, parser)).plan
     except (ValueError, OSError):
-        return False  # whoever acts on the flags says why
+        return "--plan" in argv  # whoever acts on the flags says why
 
 
 def argv_of_attempt(argv: list[str], steps_saved: Callable[[Path], int | None]) -> list[str]:
@@ -135,7 +136,8 @@ def _recorded(
 
 
 def _run_folder(args: argparse.Namespace) -> Path:
-    name = args.name or (Path(source_of(args.data[0]).name).stem if args.data else "tasks")
+    read = args.data and not args.plan  # which has no need of the files
+    name = args.name or (Path(source_of(args.data[0]).name).stem if read else "tasks")
     return Path(args.out or Path("runs") / name)
 
 
@@ -194,8 +196,10 @@ def _check_purpose(args: argparse.Namespace) -> None:
             raise ValueError(f"--{flag} {path}: give a file in a folder that exists, with {ending}")
     if planning and not args.plan:
         raise ValueError(f"{planning[0]} goes with --plan: give both")
-    if args.plan and (args.resume or args.engine != "minifsdp"):
-        raise ValueError("--plan is of a new run of --engine minifsdp: drop --resume and --engine")
+    if args.plan and args.resume:
+        raise ValueError("--plan is of a run from its first step: drop --resume")
+    if args.plan and args.engine != "minifsdp":
+        raise ValueError(f"--plan is of --engine minifsdp alone: drop --engine {args.engine}")
     if args.eval_only and args.model and not args.eval_data:
         raise ValueError("--eval-only of --model needs --eval-data, files to evaluate on")
 

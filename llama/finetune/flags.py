@@ -122,12 +122,20 @@ def _add_instead(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=_amount, default=0.0, help=f"of --chat, 0: likeliest; {_DEFAULT}")
     add("--top-p", type=_positive, default=1.0, help=f"of --chat: likeliest mass; {_DEFAULT}")
     add("--show-sample", type=_whole, metavar="N", help="print N training examples and end")
-    add("--plan", **_SWITCH, help="memory, messages, time of a run on --world-size --gpu")
+    add(
+        "--plan",
+        **_SWITCH,
+        help="of a run on --world-size --gpu; status 0: fits, 1: not, 2: mistake",
+    )
     add("--world-size", type=_whole, metavar="N", help="ranks that are planned for")
-    add("--gpu", metavar="NAME|GB", help="such as A100-80, or a number of GB, with --plan")
-    add("--nodes", type=_whole, help="machines; default: eight ranks on each")
+    add("--gpu", metavar="NAME|GB", help="such as A100-80, or GB (timed as an A100), with --plan")
+    add("--nodes", type=_whole, help="machines, of equal ranks; default: eight on each")
+    memory = "GiB of a node, for what is offloaded"
+    add("--host-memory", type=_positive, metavar="GIB", help=memory)
     add("--network", type=_positive, metavar="GB/S", help="of a node, all its cards; default: 200")
-    add("--price", type=_positive, metavar="P", help="of a GPU for an hour, to plan the cost")
+    add(
+        "--price", type=_positive, metavar="P", help="of a GPU for an hour, for the cost of --steps"
+    )
     add("--json", metavar="FILE", help="the plan as JSON")
     add("--page", metavar="FILE", help="the plan as a page with a picture of its memory")
 

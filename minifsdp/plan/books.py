@@ -1,14 +1,24 @@
-"""The books of one step: what was held, done and sent, whatever the GPU."""
+"""The books of one step: what was held, done and sent, whatever the GPU.
+
+[Note: micro-batches that repeat] A step of many micro-batches does the second of them over and
+over: the first makes gradients that the others add to, and the last may reduce alone. So at most
+three are rehearsed and the second stands for all between first and last, in every figure: what it
+holds, does and sends is counted as often as it is done. If each leaves something behind, its last
+time holds the most.
+"""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from . import costs
 from .categories import Category
-from .ledger import Change, Moment
+from .ledger import Change, Moment, Place
 
 
 class Volume(NamedTuple):
@@ -28,6 +38,14 @@ class Peak(NamedTuple):
     own_peaks: dict[Category, int] = {}  # noqa: RUF012  (of each category, whenever it was)
 
 
+class Repeated(NamedTuple):
+    """The part of the books that is done several times, and written down once."""
+
+    begin: Place
+    end: Place
+    times: int
+
+
 @dataclass
 class Rehearsal:
     """What one step of one rank does, whatever the GPU."""
@@ -41,8 +59,32 @@ class Rehearsal:
     changes: list[Change]
     moments: list[Moment]  # their `change` counts into `changes`
     trace: list[costs.Step]
-    messages: dict[str, Volume]
     ranks: tuple[int, ...]  # that units are sharded over
+    repeated: Repeated | None = None
+
+    def counted(self) -> Iterator[tuple[costs.Step, int]]:
+        """The trace, with how often each step of it is done."""
+        if self.repeated is None:
+            return zip(self.trace, itertools.repeat(1))
+        (_, begin, _), (_, end, _), times = self.repeated
+        rest = len(self.trace) - end
+        often = [(1, begin), (times, end - begin), (1, rest)]
+        return zip(
+            self.trace,
+            itertools.chain.from_iterable(itertools.repeat(*pair) for pair in often),
+            strict=True,
+        )
+
+    @property
+    def messages(self) -> dict[str, Volume]:
+        """Messages of units by kind."""
+        volumes: dict[str, Volume] = {}
+        for step, times in self.counted():
+            if isinstance(step, costs.Told) and step.nbytes:
+                before = volumes.get(step.kind, Volume(0, 0))
+                nbytes = before.nbytes + times * step.nbytes
+                volumes[step.kind] = Volume(before.count + times, nbytes)
+        return volumes
 
     @property
     def model_flops(self) -> int:
@@ -53,40 +95,67 @@ class Rehearsal:
         """
         frozen = self.parameters - self.trained
         attention, phase = 0, ""
-        for step in self.trace:
+        for step, times in self.counted():
             if isinstance(step, costs.Mark):
                 phase = step.phase
             elif isinstance(step, costs.Work) and phase == "forward" and costs.is_attention(step):
-                attention += step.unmasked_flops
+                attention += times * step.unmasked_flops
         return (6 * self.trained + 4 * frozen) * self.tokens + 3 * attention
 
-    def peak(self, on_host: bool) -> Peak:
-        """The most bytes held at once on the device or the host, and when."""
-        live = Counter({c: n for (host, c), n in self.held.items() if host == on_host})
-        total = sum(live.values())
-        best = Peak(total, dict(live), "before the step", "")
-        of_category = dict(live)
-        at = iter([*self.moments, Moment(len(self.changes) + 1, "", "")])
-        moment, following = next(at), next(at)
-        for number, change in enumerate(self.changes):
-            while following.change <= number:
-                moment, following = following, next(at)
+    def peak(self, on_host: bool, leaving_out: frozenset[Category] = frozenset()) -> Peak:
+        """The most bytes held at once on the device or the host, and when.
+
+        leaving_out: categories whose bytes do not count.
+        """
+
+        def counts(host: bool, category: Category) -> bool:
+            return host == on_host and category not in leaving_out
+
+        live = Counter({c: n for (host, c), n in self.held.items() if counts(host, c)})
+        total = most = sum(live.values())
+        at_most, of_category, fullest = dict(live), dict(live), -1
+        for number, change in self._changes_that_matter():
             block, delta = change.block, change.delta
-            if block.on_host != on_host:
+            if not counts(block.on_host, block.category):
                 continue
             live[block.category] += delta
             total += delta
             of_category[block.category] = max(
                 of_category.get(block.category, 0), live[block.category]
             )
-            if total > best.nbytes:
-                best = Peak(total, dict(live), moment.phase, moment.unit)
-        return best._replace(own_peaks=of_category)
+            if total > most:
+                most, at_most, fullest = total, dict(live), number
+        phase, unit = "before the step", ""
+        if fullest >= 0:
+            found = bisect.bisect_right(self.moments, fullest, key=lambda moment: moment.change)
+            _, phase, unit = self.moments[found - 1]
+        return Peak(most, at_most, phase, unit, of_category)
+
+    def _changes_that_matter(self) -> Iterator[tuple[int, Change]]:
+        """All changes with their numbers; of repeated ones, where each time leaves something
+        behind, the first time and the last."""
+        if self.repeated is None or self.repeated.times < 2:
+            yield from enumerate(self.changes)
+            return
+        (begin, _, _), (end, _, _), times = self.repeated
+        once = list(enumerate(self.changes[begin:end], begin))
+        yield from enumerate(self.changes[:begin])
+        yield from once
+        left: dict[tuple[bool, Category], Change] = {}
+        for _, change in once:
+            key = change.block.on_host, change.block.category
+            before = left[key].delta if key in left else 0
+            left[key] = change._replace(delta=before + change.delta)
+        if any(change.delta for change in left.values()):
+            for change in sorted(left.values(), key=lambda change: change.delta):
+                yield end - 1, change._replace(delta=(times - 2) * change.delta)
+            yield from once
+        yield from enumerate(self.changes[end:], end)
 
     def flops_by_operator(self) -> dict[str, int]:
         """FLOPs done, recomputed ones too."""
         counted: Counter[str] = Counter()
-        for step in self.trace:
+        for step, times in self.counted():
             if isinstance(step, costs.Work) and step.flops:
-                counted[step.operator] += step.flops
+                counted[step.operator] += times * step.flops
         return dict(counted.most_common())

@@ -43,6 +43,7 @@ class Told(NamedTuple):
 
     kind: str
     unit: str
+    nbytes: int = 0  # of a message of units: of all ranks' pieces together
 
 
 class Mark(NamedTuple):
@@ -52,15 +53,19 @@ class Mark(NamedTuple):
     unit: str
 
 
+class Awaited(NamedTuple):
+    """The device waits for the message launched last."""
+
+
 class Sync(NamedTuple):
     """The host waits until the device has done all it was given."""
 
 
 class Copied(NamedTuple):
-    """Copies were issued that the host may wait for, or (`awaited`) it waits for them now."""
+    """Copies were issued that the host may wait for; or the host waits for some of before."""
 
-    number: int
-    awaited: bool
+    ago: int = 0
+    """0: they are issued. Else: those are waited for that were the last, the last but one, ..."""
 
 
 class Submitted(NamedTuple):
@@ -70,7 +75,7 @@ class Submitted(NamedTuple):
     unit: str
 
 
-Step = Work | Transfer | Message | Told | Mark | Sync | Copied | Submitted
+Step = Work | Transfer | Message | Told | Mark | Awaited | Sync | Copied | Submitted
 
 _VIEWS = frozenset(  # and what only allocates
     "view _unsafe_view reshape expand transpose t permute unsqueeze squeeze slice select split "  # noqa: SIM905
@@ -99,6 +104,16 @@ _COLLECTIVES = {
     "allreduce_": "all_reduce",
     "send": "send",
     "recv_": "receive",
+    # Functional ones, such as DTensor's when it redistributes
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
 }
 
 
@@ -186,18 +201,51 @@ def _is_causal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def message_of(func: Any, args: Any) -> Message:
-    """The collective that an operator launches."""
-    kind = _COLLECTIVES.get(func.overloadpacket.__name__, "other")
-    given = list(tensors(args))
-    group = next(a for a in args if isinstance(a, torch.ScriptObject))
-    ranks: tuple[int, ...] = ()
-    for candidate in (a for a in args if isinstance(a, torch.ScriptObject)):
-        try:
-            group = dist.ProcessGroup.unbox(candidate)
+def message_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Message | Awaited:
+    """The collective that an operator launches, or waits for.
+
+    Raises RuntimeError where the ranks that take part cannot be told.
+    """
+    name = func.overloadpacket.__name__
+    if name == "wait_tensor":
+        return Awaited()
+    if func.namespace == "c10d":  # its tensors are among the arguments, inputs and outputs
+        nbytes = max((t.nbytes for t in tensors(args)), default=0)
+    else:
+        nbytes = max(sum(t.nbytes for t in tensors(given)) for given in (args, result))
+    for value in (*args, *kwargs.values()):
+        group = _group(value)
+        if group is not None:
             ranks = tuple(dist.get_process_group_ranks(group))
-            break
+            return Message(_COLLECTIVES.get(name, "other"), nbytes, ranks)
+    raise RuntimeError(
+        f"a plan cannot tell which ranks {func} is for, so neither how long it takes: of its "
+        "arguments none is a process group or the name of one"
+    )
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    """The process group that an operator's argument is, boxed or by its name."""
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    if isinstance(value, str):
+        return _group_named(value)
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(value)
         except (RuntimeError, TypeError, ValueError):
-            continue  # a reduction's operator is one too
-    nbytes = max((t.nbytes for t in given), default=0)
-    return Message(kind, nbytes, ranks)
+            return None  # a reduction's operator is one too
+    return None
+
+
+def _group_named(name: str) -> dist.ProcessGroup | None:
+    """The process group of a name; functional collectives know theirs so.
+
+    torch's registry of names is private; nothing public resolves them.
+    """
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        return _resolve_process_group(name)
+    except (RuntimeError, ValueError, KeyError):
+        return None  # such as the name of a reduction

@@ -30,10 +30,12 @@ class Block:
 
     __slots__ = ("category", "nbytes", "on_host", "phase", "pinned", "unit")
 
-    def __init__(self, category: Category, on_host: bool, phase: str, unit: str) -> None:
+    def __init__(
+        self, category: Category, on_host: bool, phase: str, unit: str, pinned: bool = False
+    ) -> None:
         self.category, self.on_host, self.phase, self.unit = category, on_host, phase, unit
         self.nbytes = 0  # now
-        self.pinned = False
+        self.pinned = pinned
 
 
 class Change(NamedTuple):
@@ -52,6 +54,14 @@ class Moment(NamedTuple):
     unit: str
 
 
+class Place(NamedTuple):
+    """A place in the books: as many changes, steps of the trace and moments come before it."""
+
+    change: int
+    step: int
+    moment: int
+
+
 class Ledger(TorchDispatchMode):
     """Books storages and operators of the code that runs inside it.
 
@@ -65,6 +75,7 @@ class Ledger(TorchDispatchMode):
         self.changes: list[Change] = []
         self.moments: list[Moment] = []
         self.trace: list[costs.Step] = []
+        self.micro_batches: list[Place] = []  # where each begins
         self.phase, self.unit = "build", ""
         self._under_way: list[Block] = []
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
@@ -77,6 +88,16 @@ class Ledger(TorchDispatchMode):
         self.unit = self.unit if unit is None else unit
         self.moments.append(Moment(len(self.changes), self.phase, self.unit))
         self.trace.append(costs.Mark(self.phase, self.unit))
+
+    @property
+    def place(self) -> Place:
+        """Where the books end now."""
+        return Place(len(self.changes), len(self.trace), len(self.moments))
+
+    def begin_micro_batch(self) -> None:
+        """Note that a micro-batch begins, with its inputs."""
+        self.micro_batches.append(self.place)
+        self.at("inputs", "")
 
     # Storages
 
@@ -94,15 +115,18 @@ class Ledger(TorchDispatchMode):
         if block is not None:
             block.category = category
 
-    def book(self, tensor: torch.Tensor, category: Category | None = None) -> Block:
-        """Book the storage of a tensor, if it is new or has another size now."""
+    def book(self, tensor: torch.Tensor, pinned: bool = False) -> Block:
+        """Book the storage of a tensor, if it is new or has another size now.
+
+        pinned: whether a new one is page-locked.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         found = self._blocks.get(key)
         if found is None or found[0]() is not storage:
-            category = category or category_of_caller(self.phase, self.unit)
+            category = category_of_caller(self.phase, self.unit)
             on_host = tensor.device.type != self.device_type
-            block = Block(category, on_host, self.phase, self.unit)
+            block = Block(category, on_host, self.phase, self.unit, pinned)
             self._blocks[key] = (weakref.ref(storage, lambda _: self._freed(key, block)), block)
         else:
             block = found[1]
@@ -112,6 +136,8 @@ class Ledger(TorchDispatchMode):
     def _resized(self, block: Block, nbytes: int) -> None:
         if not block.on_host:
             nbytes = -(-nbytes // self.rounding) * self.rounding
+        elif block.pinned and nbytes:  # what torch's allocator of page-locked memory rounds up to
+            nbytes = 1 << (nbytes - 1).bit_length()
         if nbytes != block.nbytes:
             self.changes.append(Change(len(self.trace), block, nbytes - block.nbytes))
             block.nbytes = nbytes
@@ -182,10 +208,7 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **kwargs)
         tensors = list(costs.tensors(result))
         for tensor in tensors:
-            known = self.block_of(tensor)
-            block = self.book(tensor)
-            if known is not block:
-                block.pinned = bool(kwargs.get("pin_memory"))
+            self.book(tensor, pinned=bool(kwargs.get("pin_memory")))
         for nbytes in workspaces.of(func, args, kwargs, tensors):
             on_host = tensors[0].device.type != self.device_type
             self.take_for_a_moment(nbytes, category_of_caller(self.phase, self.unit), on_host)
@@ -211,7 +234,7 @@ class Ledger(TorchDispatchMode):
 
     def _cost(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func.namespace in ("c10d", "_c10d_functional"):
-            step = costs.message_of(func, args)
+            step = costs.message_of(func, args, kwargs, result)
         else:
             step = costs.work_of(func, args, kwargs, result, self.device_type)
         if step is not None:

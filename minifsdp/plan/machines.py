@@ -19,6 +19,7 @@ LINK_EFFICIENCY = 0.8
 HOP_SECONDS = 3e-6  # of one step of a ring
 HOST_GB_S = 25.0  # memory bandwidth of a host that one rank gets, when eight share it
 RESERVE_BYTES = int(1.5 * GIB)  # CUDA context, NCCL's buffers, cuBLAS's workspace
+HOST_RESERVE_BYTES = 2 * GIB  # of a rank: Python, torch and CUDA's libraries; not measured
 FRAGMENTATION = 0.05  # of the peak, held by the caching allocator and not used
 
 
@@ -34,6 +35,12 @@ class GPU:
     peer_gb_s: float  # to the GPUs of its node, one way, over NVLink or else PCIe
     pcie_gb_s: float  # to the host, one way
     efficiency: float
+    timed_as: str = ""  # whose figures of time these are; empty: its own
+
+    @property
+    def description(self) -> str:
+        """Its name, and whose figures of time it is given."""
+        return f"{self.name} (timed as an {self.timed_as})" if self.timed_as else self.name
 
     @property
     def usable_bytes(self) -> int:
@@ -86,7 +93,12 @@ def gpu_named(name: str | float) -> GPU:
     if not 0 < gigabytes < 10_000:
         raise ValueError(f"a GPU of {text} GB cannot be planned for")
     like = GPUS["A100-80"]
-    return replace(like, name=f"{gigabytes:g} GB", memory_bytes=int(gigabytes * GIB * 0.985))
+    return replace(
+        like,
+        name=f"{gigabytes:g} GB",
+        memory_bytes=int(gigabytes * GIB * 0.985),
+        timed_as=like.name,
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .categories import Category
 from .machines import GIB
-from .text import gib, text
+from .text import duration, gib, text
 
 if TYPE_CHECKING:
     from .report import Report
@@ -127,8 +127,16 @@ def _phases(report: Report, x) -> list[str]:
                 f'y2="{_HEIGHT - 26}" stroke="#888" /><text x="{x(start) + 4:.1f}" '
                 f'y="{_HEIGHT - 30}">{html.escape(phase)}</text>'
             )
-    last = report.timing.seconds
-    drawn.append(f'<text x="{_WIDTH - 10}" y="{_HEIGHT - 8}" text-anchor="end">{last:.2f} s</text>')
+    last = duration(report.timing.seconds)
+    drawn.append(f'<text x="{_WIDTH - 10}" y="{_HEIGHT - 8}" text-anchor="end">{last}</text>')
+    repeated = report.rehearsal.repeated
+    if repeated is not None and repeated.times > 1 and at:
+        # Drawn once; the curve goes on level over the others.
+        middle = (at[repeated.end.step - 1] + at[min(repeated.end.step, len(at) - 1)]) / 2
+        drawn.append(
+            f'<text x="{x(middle):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">'
+            f"{repeated.times - 1:,} times more the same</text>"
+        )
     return drawn
 
 
@@ -143,7 +151,7 @@ def page(report: Report) -> str:
     figures = [f"<h2>Device, GiB</h2>{picture(report, on_host=False)}"]
     if report.host is not None:
         figures.append(f"<h2>Host, GiB a rank</h2>{picture(report, on_host=True)}")
-    title = f"Plan for {report.world_size} x {html.escape(report.cluster.gpu.name)}"
+    title = f"Plan for {report.world_size} x {html.escape(report.cluster.gpu.description)}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>'
         ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1040px;"

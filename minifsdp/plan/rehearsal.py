@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,18 +18,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import clip_grad_norm_, events
 from ..collectives import use_collectives
-from ..hooks import ScheduledUnit, unit_of
+from ..hooks import ScheduledUnit
 from . import costs
-from .books import Rehearsal, Volume
+from .books import Rehearsal, Repeated, Volume
 from .categories import Category
-from .ledger import Change, Ledger, Moment
+from .given import Batch, Build, arguments, built_by, checked, tokens_in, units_of
+from .ledger import Change, Ledger, Moment, Place
 from .settings import Settings
-from .world import GPU, Notes, fake_tensors, pretended_world
-
-Build = Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]
-Batch = Callable[[], Any]
+from .world import GPU, Notes, fake_tensors, pretended_world, quiet
 
 _ROUNDING = 512  # bytes: what CUDA's caching allocator rounds sizes up to
+_MICRO_BATCHES = 3  # see [Note: micro-batches that repeat]
 _MESSAGES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -37,25 +37,32 @@ def rehearse(
 ) -> Rehearsal:
     """Two steps on rank 0 of a pretended world; the second is the one that is kept."""
     ledger = Ledger(device_type, _ROUNDING if device_type == GPU else 1)
+    done = replace(settings, micro_batches=min(_MICRO_BATCHES, settings.micro_batches))
     units: dict[str, ScheduledUnit] = {}
     with (
+        quiet(),
         pretended_world(world_size, device_type, _notes(ledger, units)),
         use_collectives(settings.collectives),
     ):
-        model, make_optimizer = build()
-        units |= _units(model)
+        model, make_optimizer = built_by(build)
+        units |= units_of(model)
         with fake_tensors(), ledger, ledger.watching_storages(), _following(ledger, model, units):
             _give_memory(model, units, device_type)
             for parameter in model.parameters():
                 ledger.classify(parameter, Category.PARAMETERS)
             optimizer = make_optimizer(model)
-            train_step(model, optimizer, batch, settings, ledger)  # makes the optimizer's state
-            begin = len(ledger.changes), len(ledger.trace), len(ledger.moments)
-            with counting() as volumes:
-                tokens = train_step(model, optimizer, batch, settings, ledger)
+            try:
+                train_step(model, optimizer, batch, done, ledger)  # makes the optimizer's state
+            except Exception as error:
+                error.add_note(f"in {ledger.phase}{ledger.unit and ' of '}{ledger.unit}")
+                raise
+            begin = ledger.place
+            ledger.micro_batches.clear()
+            tokens = train_step(model, optimizer, batch, done, ledger)
             ledger.at("between steps", "")
-            rehearsal = _kept(ledger, *begin)
-        rehearsal.world_size, rehearsal.tokens, rehearsal.messages = world_size, tokens, volumes
+            rehearsal = _kept(ledger, begin, settings.micro_batches)
+        rehearsal.world_size = world_size
+        rehearsal.tokens = tokens // done.micro_batches * settings.micro_batches
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         rehearsal.parameters = sum(numel for numel, _ in sizes)
         rehearsal.trained = sum(numel for numel, learns in sizes if learns)
@@ -75,15 +82,16 @@ def train_step(
 
     tokens = 0
     for number in range(1, settings.micro_batches + 1):
-        at("inputs")
-        inputs = batch()
+        if ledger is not None:
+            ledger.begin_micro_batch()
+        inputs = arguments(batch())
         tokens += tokens_in(inputs)
         if settings.no_sync:
             model.set_requires_gradient_sync(number == settings.micro_batches)
         at("forward")
         output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
         at("loss")
-        loss = settings.loss(output)
+        loss = checked(settings.loss(output))
         at("backward")
         loss.backward()
         del inputs, output, loss
@@ -94,14 +102,6 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return tokens
-
-
-def tokens_in(inputs: Any) -> int:
-    """Tokens of a micro-batch: elements of its first integer tensor, or rows of its first one."""
-    values = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
-    given = [value for value in values if isinstance(value, torch.Tensor)]
-    whole = [t for t in given if not t.is_floating_point() and t.dim() > 1]
-    return whole[0].numel() if whole else (len(given[0]) if given else 0)
 
 
 @contextlib.contextmanager
@@ -116,25 +116,6 @@ def counting() -> Iterator[dict[str, Volume]]:
 
     with events.listening(note):
         yield volumes
-
-
-def _units(model: nn.Module) -> dict[str, ScheduledUnit]:
-    found: dict[str, ScheduledUnit] = {}
-    for path, module in model.named_modules():
-        unit = unit_of(module)
-        if unit is not None and unit not in found.values():
-            found[path or "root"] = unit
-    if not found:
-        raise ValueError(
-            "build() returned a model that is not sharded: call minifsdp.fully_shard in it"
-        )
-    real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
-    if real:
-        raise ValueError(
-            f"build() gave {real[0]!r} and {len(real) - 1} others real memory: build on "
-            "torch.device('meta') and leave out to_empty and weights, which a plan needs none of"
-        )
-    return found
 
 
 def _give_memory(model: nn.Module, units: dict[str, ScheduledUnit], device_type: str) -> None:
@@ -163,7 +144,8 @@ def _following(ledger: Ledger, model: nn.Module, units: dict[str, ScheduledUnit]
             ledger.at(*stack.pop())
 
     def note(event: events.Event) -> None:
-        ledger.trace.append(costs.Told(event.kind, event.unit))
+        nbytes = event.nbytes if event.kind in _MESSAGES else 0
+        ledger.trace.append(costs.Told(event.kind, event.unit, nbytes))
         if event.kind in ("unshard", "reduced", "all_reduce"):
             ledger.arrived()
         unit = units.get(event.unit)
@@ -203,12 +185,14 @@ def _modules(unit: ScheduledUnit) -> Sequence[nn.Module]:
 def _notes(ledger: Ledger, units: dict[str, ScheduledUnit]) -> Notes:
     """Puts into the trace what the engine gives its worker (a unit's step), and its copies."""
     known = weakref.proxy(ledger)
-    numbers = itertools.count()
+    issued = 0
 
     def copied() -> Callable[[], None]:
-        number = next(numbers)
-        known.trace.append(costs.Copied(number, awaited=False))
-        return lambda: known.trace.append(costs.Copied(number, awaited=True))
+        nonlocal issued
+        issued += 1
+        number = issued
+        known.trace.append(costs.Copied())
+        return lambda: known.trace.append(costs.Copied(issued - number + 1))
 
     @contextlib.contextmanager
     def around(function: Callable[[], Any]) -> Iterator[None]:
@@ -227,22 +211,29 @@ def _notes(ledger: Ledger, units: dict[str, ScheduledUnit]) -> Notes:
     return Notes(around, copied)
 
 
-def _kept(ledger: Ledger, first_change: int, first_step: int, first_moment: int) -> Rehearsal:
+def _kept(ledger: Ledger, begin: Place, micro_batches: int) -> Rehearsal:
     held: Counter[tuple[bool, Category]] = Counter()
-    for change in ledger.changes[:first_change]:
+    for change in ledger.changes[: begin.change]:
         held[change.block.on_host, change.block.category] += change.delta
     changes = [
-        Change(change.time - first_step, change.block, change.delta)
-        for change in itertools.islice(ledger.changes, first_change, None)
+        Change(change.time - begin.step, change.block, change.delta)
+        for change in itertools.islice(ledger.changes, begin.change, None)
     ]
     moments = [
-        Moment(moment.change - first_change, moment.phase, moment.unit)
-        for moment in ledger.moments[first_moment:]
+        Moment(moment.change - begin.change, moment.phase, moment.unit)
+        for moment in ledger.moments[begin.moment :]
     ]
     ranks: tuple[int, ...] = ()
-    trace = ledger.trace[first_step:]
+    trace = ledger.trace[begin.step :]
     for step in trace:
         if isinstance(step, costs.Message) and step.kind in ("all_gather", "reduce_scatter"):
             ranks = step.ranks
             break
-    return Rehearsal(0, ledger.device_type, 0, 0, 0, held, changes, moments, trace, {}, ranks)
+    repeated = None
+    if micro_batches >= _MICRO_BATCHES:
+        second, last = (
+            Place(*(there - here for there, here in zip(place, begin, strict=True)))
+            for place in ledger.micro_batches[1:]
+        )
+        repeated = Repeated(second, last, micro_batches - 2)
+    return Rehearsal(0, ledger.device_type, 0, 0, 0, held, changes, moments, trace, ranks, repeated)

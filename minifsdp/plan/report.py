@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .books import Peak, Rehearsal
 from .categories import Category
+from .given import Batch, Build
 from .machines import (
     FRAGMENTATION,
+    GIB,
+    HOST_RESERVE_BYTES,
     LINK_EFFICIENCY,
     RESERVE_BYTES,
     Cluster,
     gpu_named,
 )
-from .rehearsal import Batch, Build, rehearse
-from .settings import Change, Settings
+from .rehearsal import rehearse
+from .remedies import Remedy, Search, with_keywords
+from .settings import Settings
 from .timeline import Timing, simulate
 from .world import GPU
 
@@ -28,79 +33,30 @@ def plan(build: Build, batch: Batch, world_size: int, gpu: str | float, **settin
 
     build: makes the model on meta, sharded by minifsdp, and returns it with a function that makes
         an optimizer from it.
-    batch: makes what the model is called with, a tuple of arguments or a dict of keywords.
+    batch: makes what the model is called with: a tensor, a tuple of arguments, a dict of keywords.
     gpu: a name of `GPUS`, or a number of GB.
     settings: the fields of `Settings`.
 
-    Takes no GPU and little memory (70B parameters: about 0.4 GB and 20 s). Raises ValueError for
-    arguments that cannot be, RuntimeError in a process that has a process group.
+    Takes no GPU and little memory (70B parameters: about 0.4 GB and 20 s). Rank 0 holds the most of
+    the engine's own, since trailing ranks hold fewer rows; an optimizer that gives whole matrices
+    to ranks in turn may give another one more. Raises ValueError for arguments that cannot be,
+    RuntimeError in a process that has a process group.
     """
     chosen = Settings.of(settings)
     machine = gpu_named(gpu)
     cluster = Cluster(machine, chosen.gpus_per_node(world_size), chosen.network_gb_s)
-    first = _planned(build, batch, world_size, cluster, chosen)
-    if not first.fits and chosen.changes:
-        first.remedies = _remedies(build, batch, world_size, cluster, chosen)
-    return first
 
+    def planned(
+        keywords: dict[str, Any], world_size: int, cluster: Cluster, settings: Settings
+    ) -> Report:
+        functions = with_keywords(build, keywords), with_keywords(batch, keywords)
+        rehearsal = rehearse(*functions, world_size, GPU, settings)
+        return Report(rehearsal, cluster, settings, simulate(rehearsal, cluster))
 
-def _planned(
-    build: Build, batch: Batch, world_size: int, cluster: Cluster, settings: Settings
-) -> Report:
-    rehearsal = rehearse(build, batch, world_size, GPU, settings)
-    return Report(rehearsal, cluster, settings, simulate(rehearsal, cluster))
-
-
-class Remedy(NamedTuple):
-    """Changes that were planned, together."""
-
-    names: tuple[str, ...]
-    peak_bytes: int
-    host_peak_bytes: int
-    fits: bool
-    world_size: int
-    tokens_per_second: float  # of all ranks
-    alters: bool  # what is learnt
-
-    @property
-    def cost(self) -> tuple[bool, bool, float]:
-        """What to sort by: fits, learns the same, and GPU-seconds a token."""
-        return not self.fits, self.alters, self.world_size / self.tokens_per_second
-
-
-def _remedies(
-    build: Build, batch: Batch, world_size: int, cluster: Cluster, settings: Settings
-) -> list[Remedy]:
-    """Each change alone; where none is enough, the changes one after the other until they are."""
-
-    def tried(changes: list[Change]) -> Remedy:
-        keywords: dict[str, Any] = {}
-        changed: dict[str, Any] = {}
-        for change in changes:
-            keywords |= change.keywords
-            changed |= change.settings
-        size = max([world_size, *(c.world_size for c in changes if c.world_size)])
-        per_node = cluster.gpus_per_node if settings.nodes else settings.gpus_per_node(size)
-        report = _planned(
-            functools.partial(build, **keywords),
-            functools.partial(batch, **keywords),
-            size,
-            replace(cluster, gpus_per_node=per_node),
-            replace(settings, **changed),
-        )
-        names = tuple(change.name for change in changes)
-        host = report.host.nbytes if report.host else 0
-        speed = report.tokens_per_second
-        alters = any(change.alters for change in changes)
-        return Remedy(names, report.device.nbytes, host, report.fits, size, speed, alters)
-
-    alone = [tried([change]) for change in settings.changes]
-    if not any(remedy.fits for remedy in alone):
-        for number in range(2, len(settings.changes) + 1):
-            alone.append(tried(list(settings.changes[:number])))
-            if alone[-1].fits:
-                break
-    return sorted(alone, key=lambda remedy: remedy.cost)
+    report = planned({}, world_size, cluster, chosen)
+    if not report.fits and chosen.changes:
+        report.search = Search(report, planned)
+    return report
 
 
 @dataclass
@@ -113,7 +69,8 @@ class Report:
     timing: Timing
 
     def __post_init__(self) -> None:
-        self.remedies: list[Remedy] = []
+        self.search: Search | None = None
+        """Where it does not fit and `Settings.changes` are given: what may be tried."""
         self.device: Peak = self.rehearsal.peak(on_host=False)
         offloads = self.rehearsal.held[True, Category.PARAMETERS] > 0
         self.host: Peak | None = self.rehearsal.peak(on_host=True) if offloads else None
@@ -124,9 +81,40 @@ class Report:
         return self.rehearsal.world_size
 
     @property
-    def fits(self) -> bool:
+    def host_node_bytes(self) -> int:
+        """What a node needs of host memory for its ranks; 0 where nothing is offloaded."""
+        if self.host is None:
+            return 0
+        return self.cluster.gpus_per_node * (self.host.nbytes + HOST_RESERVE_BYTES)
+
+    @property
+    def fits_device(self) -> bool:
         """Whether the peak leaves room for context, NCCL and fragmentation."""
         return self.device.nbytes <= self.cluster.gpu.usable_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether a node has the host memory it needs; True where nobody said how much it has."""
+        given = self.settings.host_memory_gib
+        return given is None or self.host_node_bytes <= given * GIB
+
+    @property
+    def fits(self) -> bool:
+        """On the device, and on the host as far as that is known."""
+        return self.fits_device and self.fits_host
+
+    @functools.cached_property
+    def remedies(self) -> list[Remedy]:
+        """What was tried where it does not fit: first what fits, learns the same and costs least.
+
+        Found when they are asked for first; to have each as soon as it is found, iterate over
+        `search` before.
+        """
+        if self.search is None:
+            return []
+        for _ in self.search:  # those not found yet
+            pass
+        return sorted(self.search.tried, key=lambda remedy: remedy.cost)
 
     @property
     def tokens_per_second(self) -> float:
@@ -157,6 +145,7 @@ class Report:
         gpu, timing = self.cluster.gpu, self.timing
         return {
             "gpu": gpu.name,
+            "timed_as": gpu.timed_as or gpu.name,
             "world_size": self.world_size,
             "gpus_per_node": self.cluster.gpus_per_node,
             "parameters": self.rehearsal.parameters,
@@ -167,6 +156,8 @@ class Report:
             "usable_bytes": gpu.usable_bytes,
             "device": _peak_as_dict(self.device),
             "host": None if self.host is None else _peak_as_dict(self.host),
+            "host_node_bytes": self.host_node_bytes,
+            "host_memory_gib": self.settings.host_memory_gib,
             "messages": {k: v._asdict() for k, v in self.rehearsal.messages.items()},
             "flops": self.rehearsal.flops_by_operator(),
             "model_flops": self.rehearsal.model_flops,
@@ -190,24 +181,33 @@ class Report:
                 "network_gb_s": self.cluster.network_gb_s,
                 "reserve_bytes": RESERVE_BYTES,
                 "fragmentation": FRAGMENTATION,
+                "host_reserve_bytes": HOST_RESERVE_BYTES,
             },
             "remedies": [remedy._asdict() for remedy in self.remedies],
+            "remedies_not_tried": self.search.not_tried if self.search else [],
         }
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON or, with the picture of its memory, as a page (.html).
 
-        Raises ValueError for another ending.
+        A file that is there stays whole until the new one is. Raises ValueError for another ending.
         """
         path = Path(path)
         if path.suffix == ".json":
-            path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+            content = json.dumps(self.as_dict(), indent=1) + "\n"
         elif path.suffix == ".html":
             from .page import page
 
-            path.write_text(page(self))
+            content = page(self)
         else:
             raise ValueError(f"a plan is saved as .json or .html, not as {path.name!r}")
+        whole = Path(os.path.realpath(path))  # a link stays one
+        aside = whole.with_name(f".{whole.name}.{os.getpid()}")
+        try:
+            aside.write_text(content, encoding="utf-8")
+            os.replace(aside, whole)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def __str__(self) -> str:
         from .text import text

@@ -13,8 +13,10 @@ kernels and messages that slow each other down, ranks that differ, the input pip
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import NamedTuple
+import math
+import sys
+from collections import Counter, deque
+from typing import Any, NamedTuple
 
 from . import costs
 from .books import Rehearsal
@@ -38,25 +40,30 @@ class Timing(NamedTuple):
 def simulate(rehearsal: Rehearsal, cluster: Cluster) -> Timing:
     """Lay a step's trace on the streams."""
     run = _Run(cluster)
-    at: list[float] = []
-    by_phase: Counter[str] = Counter()
-    phase, before = "", 0.0
-    for step in rehearsal.trace:
+    repeated = rehearsal.repeated
+    for number, step in enumerate(rehearsal.trace, 1):
         run.take(step)
-        now = max(run.device, run.host)
-        by_phase[phase] += now - before
-        if isinstance(step, costs.Mark):
-            phase = step.phase
-        before = now
-        at.append(now)
+        if repeated is not None and number == repeated.end.step:
+            again = rehearsal.trace[repeated.begin.step : number]
+            run.repeat(again, repeated.times - 1)
     run.join()
     total = max(run.device, run.host, *run.streams.values(), 0.0)
-    by_phase[phase] += total - before
+    run.by_phase[run.phase] += total - run.now
     spent = run.spent
     return Timing(
         total, spent["compute"], spent["messages"], spent["exposed"], spent["pcie"], spent["host"],
-        {name: seconds for name, seconds in by_phase.items() if name and seconds > 0}, at,
+        {name: seconds for name, seconds in run.by_phase.items() if name and seconds > 0}, run.at,
     )  # fmt: skip
+
+
+# [Note: clocks that repeat] What is done over and over soon moves every clock on by as much each
+# time. Then the times that are left are a multiplication, up to where a clock that is behind
+# another but faster would catch up with it: there it is laid step by step once more.
+_SAME = 1e-9  # relative
+_MOST_TIMES = 100  # laid step by step; then the last one stands for the rest
+_PENDING = ("_gathers", "_reductions", "_steps")  # clocks by the unit that is waited for
+_COPIES = 10_000  # that are remembered: far more than are issued before one is waited for
+_Clock = tuple[str, Any]
 
 
 class _Run:
@@ -67,15 +74,73 @@ class _Run:
         self.host = self.device = self.worker = 0.0
         self.streams: dict[tuple[int, ...], float] = {}
         self.spent: Counter[str] = Counter()
+        self.by_phase: Counter[str] = Counter()
+        self.at: list[float] = []
+        self.phase, self.now = "", 0.0
         self._launched: tuple[str, float] = ("", 0.0)  # the last message, and its end
         self._gathers: dict[str, float] = {}  # unit: when its parameters are there
         self._reductions: dict[str, float] = {}
-        self._copies: dict[int, float] = {}  # when copies are over
+        self._copies: deque[float] = deque(maxlen=_COPIES)  # when each was over
         self._reducing = ""
         self._steps: dict[str, float] = {}  # unit: when its step on the worker is over
         self._on_worker = False
 
     def take(self, step: costs.Step) -> None:
+        """Do a step of the trace that is written down here for the first time."""
+        self._take(step)
+        self.at.append(self.now)
+
+    def repeat(self, trace: list[costs.Step], times: int) -> None:
+        """Do part of the trace so many times more; see [Note: clocks that repeat]."""
+        laid, rates, before = 0, {}, self._clocks()
+        while times > 0:
+            last, spent, by_phase = rates, self.spent.copy(), self.by_phase.copy()
+            for step in trace:
+                self._take(step)
+            laid, times, after = laid + 1, times - 1, self._clocks()
+            rates = {clock: end - before.get(clock, 0.0) for clock, end in after.items()}
+            free = 0
+            if laid >= _MOST_TIMES:
+                free = times
+            elif _same(rates, last, self.now):
+                free = min(times, _times_until_caught_up(after, rates, self.now))
+            if free:
+                self._move(rates, free)
+                for counter, old in ((self.spent, spent), (self.by_phase, by_phase)):
+                    for key in counter:
+                        counter[key] += free * (counter[key] - old[key])
+                times -= free
+            before = self._clocks()
+
+    def _clocks(self) -> dict[_Clock, float]:
+        own = {("", name): getattr(self, name) for name in ("host", "device", "worker", "now")}
+        named = {
+            (name, key): end
+            for name in ("streams", *_PENDING)
+            for key, end in getattr(self, name).items()
+        }
+        return own | named
+
+    def _move(self, rates: dict[_Clock, float], times: int) -> None:
+        """Let so many times go by, in each of which every clock moves on at its rate."""
+        for (name, key), rate in rates.items():
+            if name:
+                getattr(self, name)[key] += rate * times
+            else:
+                setattr(self, key, getattr(self, key) + rate * times)
+        later = rates["", "device"] * times
+        self._launched = self._launched[0], self._launched[1] + later
+        self._copies = deque((end + later for end in self._copies), self._copies.maxlen)
+
+    def _take(self, step: costs.Step) -> None:
+        self._do(step)
+        now = max(self.device, self.host)
+        self.by_phase[self.phase] += now - self.now
+        if isinstance(step, costs.Mark):
+            self.phase = step.phase
+        self.now = now
+
+    def _do(self, step: costs.Step) -> None:
         if isinstance(step, costs.Work):
             self._work(step)
         elif isinstance(step, costs.Transfer):
@@ -87,13 +152,15 @@ class _Run:
             self._launch(step)
         elif isinstance(step, costs.Told):
             self._told(step)
+        elif isinstance(step, costs.Awaited):
+            self._wait(self._launched[1])
         elif isinstance(step, costs.Sync):
             self.host = max(self.host, self.device)
         elif isinstance(step, costs.Copied):
-            if step.awaited:
-                self.host = max(self.host, self._copies.pop(step.number, 0.0))
-            else:
-                self._copies[step.number] = max(self.device, self.host)
+            if step.ago and step.ago <= len(self._copies):
+                self.host = max(self.host, self._copies[-step.ago])
+            elif not step.ago:
+                self._copies.append(max(self.device, self.host))
         elif isinstance(step, costs.Submitted):
             self._submitted(step)
         elif step.phase in ("clipping", "optimizer") and not self._on_worker:
@@ -157,3 +224,29 @@ class _Run:
     def join(self) -> None:
         """The host waits for the worker."""
         self.host = max(self.host, self.worker)
+
+
+def _same(rates: dict[_Clock, float], last: dict[_Clock, float], now: float) -> bool:
+    return rates.keys() == last.keys() and all(
+        math.isclose(rate, last[clock], rel_tol=_SAME, abs_tol=_rounding(now))
+        for clock, rate in rates.items()
+    )
+
+
+def _rounding(now: float) -> float:
+    """Seconds by which a clock's rate may be off, for many small sums."""
+    return 1e-12 * max(1.0, now)
+
+
+def _times_until_caught_up(
+    clocks: dict[_Clock, float], rates: dict[_Clock, float], now: float
+) -> int:
+    """How often each clock can surely move on at its rate without meeting a slower one."""
+    ends = [(clocks[k], rates[k]) for k in clocks if k[0] in ("", "streams")]
+    fastest = max(rate for _, rate in ends)
+    times = math.inf
+    for ahead, slow in ends:
+        for behind, fast in ends:
+            if behind < ahead and fast - slow > _SAME * fastest + _rounding(now):
+                times = min(times, (ahead - behind) / (fast - slow) - 2)
+    return max(0, int(times)) if times < math.inf else sys.maxsize

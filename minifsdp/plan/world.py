@@ -13,7 +13,9 @@ it, and nothing of it is left afterwards.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -83,6 +85,26 @@ def pretended_world(
         dist.destroy_process_group()
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from warning and logging: about shapes it tries, about devices nobody has."""
+    loggers = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch"
+    ]
+    before = [logger.disabled for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        for logger in loggers:
+            logger.disabled = True
+        try:
+            yield
+        finally:
+            for logger, disabled in zip(loggers, before, strict=True):
+                logger.disabled = disabled
+
+
 def fake_tensors() -> FakeTensorMode:
     """Tensors made inside have no memory. Tensors from outside (tables, constants) may be used."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -141,7 +163,27 @@ def _stand_ins(device_type: str, notes: Notes) -> list[tuple[Any, str, Any]]:
         replaced.append((torch, GPU, SimpleNamespace(device_count=lambda: 1)))
         replaced.append((offload, "_copied", lambda device: notes.copied()))
         replaced.append((nn.functional, "scaled_dot_product_attention", PretendedAttention()))
+        replaced.append((torch, "norm", _norm))
     return replaced
+
+
+_plain_norm = torch.norm
+
+
+def _norm(
+    input: torch.Tensor,
+    p: float | str | None = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    out: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """torch.norm, by the operator it takes on CUDA; on unknown devices it takes another, whose
+    shards DTensor does not add up."""
+    if input.device.type != GPU or p == "nuc" or out is not None:
+        return _plain_norm(input, p, dim, keepdim, out, dtype)
+    order = 2.0 if p in (None, "fro") else p
+    return torch.linalg.vector_norm(input, order, dim, keepdim, dtype=dtype)
 
 
 def _gpu() -> torch.device:
