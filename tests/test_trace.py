@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from itertools import pairwise
 
@@ -14,7 +15,14 @@ from peak import held_during
 from torch import nn
 
 from benchmarks.profiled import settled_waits
-from minifsdp import clip_grad_norm_, collectives, events, fully_shard, step_in_backward
+from minifsdp import (
+    CPUOffloadPolicy,
+    clip_grad_norm_,
+    collectives,
+    events,
+    fully_shard,
+    step_in_backward,
+)
 from minifsdp.collectives import use_collectives
 from minifsdp.trace import Trace, load, record
 from minifsdp.trace.waits import arrivals, explain
@@ -214,20 +222,63 @@ def test_a_rank_that_comes_late_is_named(run_ranks):
     assert float(late.split(" ms")[0]) > 100  # of twice 150 ms: this rank may be late itself
 
 
-def _units_that_step() -> list[str]:
-    model = stack.shard(stack.build())
+def _units_that_step(offloaded: bool) -> list[tuple[str, int]]:
+    settings = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloaded else {}
+    model = stack.shard(stack.build(), **settings)
     optimizer = step_in_backward(model, lambda params: torch.optim.SGD(params, lr=0.1))
     model(stack.batch()).sum().backward()
     with record(all_ranks=False) as trace:
         model(stack.batch()).sum().backward()
         optimizer.step()
     assert trace.ranks[trace.rank].held[-1].gradients == 0  # freed as soon as they are stepped on
-    return [event.unit for event in trace.events if event.kind == "optimizer"]
+    return [(event.unit, event.thread) for event in trace.events if event.kind == "optimizer"]
 
 
-def test_units_that_step_in_backward_have_optimizer_events_of_their_own(run_ranks):
-    for units in run_ranks(2, _units_that_step):
-        assert units == ["layers.2", "layers.1", "layers.0", "root"]
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_units_that_step_in_backward_have_optimizer_events_of_their_own(run_ranks, offloaded):
+    for units in run_ranks(2, _units_that_step, offloaded):
+        names = ["layers.2", "layers.1", "layers.0", "root"]
+        assert units == [(name, int(offloaded)) for name in names]
+
+
+def _backward_on_another_thread() -> list[tuple[str, int]]:
+    """As autograd does on an accelerator."""
+    model = stack.shard(stack.build())
+    with record(all_ranks=False) as trace:
+        loss = model(stack.batch()).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    return [(event.kind, event.thread) for event in trace.events]
+
+
+def test_backward_belongs_to_training_on_whatever_thread_it_runs(run_ranks):
+    for events_of_rank in run_ranks(2, _backward_on_another_thread):
+        assert ("backward", 0) in events_of_rank and {t for _, t in events_of_rank} == {0}
+
+
+def _iterations_with_a_failure() -> int:
+    model = stack.shard(stack.build())
+    with record(all_ranks=False) as trace:
+        for fails in (False, True, False):
+            layer = model.layers[1]
+            hook = layer.register_forward_pre_hook(_fail) if fails else None
+            try:
+                model(stack.batch()).sum().backward()
+            except KeyError:
+                pass
+            finally:
+                if hook is not None:
+                    hook.remove()
+    return len(trace.ranks[trace.rank].iterations)
+
+
+def _fail(*_: object) -> None:
+    raise KeyError("planted")
+
+
+def test_a_forward_that_raises_does_not_hide_the_next(run_ranks):
+    assert run_ranks(2, _iterations_with_a_failure) == [3, 3]
 
 
 def _saved(folder) -> list[str]:

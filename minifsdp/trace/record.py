@@ -35,21 +35,30 @@ class Recorder:
         """Proxies of the units met, by name."""
         self.iterations: list[int] = []
         """Where in the log a forward of the whole model began."""
-        self._root: Any = None  # while its forward runs
+        self._met = False  # whether the root's gather for this forward has been seen
         self._in_backward: dict[str, Any] = {}
         self._stepping: set[int] = set()  # threads on which a unit steps
 
-    def _write(self, edge: str, kind: str, unit: str, held: dict[str, int], nbytes: int) -> None:
-        self.log.append((self._stamp(), edge, kind, unit, threading.get_ident(), held, nbytes))
+    def _write(
+        self, edge: str, kind: str, unit: str, held: dict[str, int], nbytes: int, thread: int = 0
+    ) -> None:
+        self.log.append((self._stamp(), edge, kind, unit, thread, held, nbytes))
 
     def begin(self, kind: str, actor: Any) -> None:
-        if kind in ("unshard", "forward"):
+        thread = 0
+        if kind == "unshard" and _begins_a_forward(actor):
             self._meet(actor)
+            self._met = True
+        elif kind == "forward" and _begins_a_forward(actor):
+            if not self._met:  # it was whole already
+                self._meet(actor)
+            self._met = False
         elif kind == "backward":
             self._in_backward[actor.name] = actor
         elif kind == "optimizer":
             self._stepping.add(threading.get_ident())
-        self._write("begin", kind, actor.name, {}, 0)
+            thread = _is_behind()
+        self._write("begin", kind, actor.name, {}, 0, thread)
 
     def end(self, kind: str, actor: Any) -> None:
         if kind in _UNITS_OWN or kind in _REDUCERS_OWN:
@@ -57,10 +66,9 @@ class Recorder:
             held["idle"] = collectives.idle_nbytes()
             self._write("end", kind, actor.name, held, 0)
             return
-        self._write("end", kind, actor.name, {}, 0)
-        if kind == "forward" and actor is self._root:
-            self._root = None
-        elif kind == "backward":
+        thread = _is_behind() if kind == "optimizer" else 0
+        self._write("end", kind, actor.name, {}, 0, thread)
+        if kind == "backward":
             for unit in self._in_backward.values():
                 self._write("held", kind, unit.name, unit.reducer.held(), 0)
             self._in_backward.pop(actor.name, None)
@@ -68,15 +76,10 @@ class Recorder:
             self._stepping.discard(threading.get_ident())
             self._reduced(actor.name)
 
-    def _meet(self, unit: Any) -> None:
+    def _meet(self, root: Any) -> None:
         """At the beginning of each forward of the whole model, note what every unit holds."""
-        runtime = unit.runtime
-        is_root = runtime is not None and runtime.forward_root is unit and unit.index == 0
-        if not is_root or self._root is unit:
-            return
-        self._root = unit
         self.iterations.append(len(self.log))
-        for each in runtime.units():
+        for each in root.runtime.units():
             self.units.setdefault(each.name, weakref.proxy(each))
             self._write("held", "forward", each.name, {**each.held(), **each.reducer.held()}, 0)
 
@@ -99,6 +102,16 @@ class Recorder:
     def step_ends(self, *_: Any) -> None:
         if threading.get_ident() not in self._stepping:
             self._write("end", "optimizer", "optimizer", {}, 0)
+
+
+def _begins_a_forward(unit: Any) -> bool:
+    """Whether a forward of the whole model has just begun, and this is its root."""
+    return unit.index == 0 and unit.runtime is not None and unit.runtime.forward_root is unit
+
+
+def _is_behind() -> int:
+    """1 on the thread on which units step behind training, 0 on autograd's and all others."""
+    return int(threading.current_thread().name.startswith("minifsdp-optimizer"))
 
 
 class record:

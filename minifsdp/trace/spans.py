@@ -75,7 +75,7 @@ class TraceEvent:
     own: float
     """Seconds of it that are not those of an event inside it."""
     thread: int
-    """0 is the one that trains; others are optimizers that step behind it."""
+    """0 trains (autograd's own threads belong to it); 1 is that of units that step behind it."""
     nbytes: int = 0
     """Of the message it started or waited for, all ranks' pieces."""
     deferred: bool = False
