@@ -118,7 +118,7 @@ def shard(model: Llama, job: Job) -> None:
     if args.bf16:
         settings["mp_policy"] = engine.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if args.cpu_offload:
-        pin = job.device.type == "cuda"
+        pin = job.device.type != "cpu"  # a plan pretends to have a GPU
         settings["offload_policy"] = engine.CPUOffloadPolicy(pin_memory=pin)
     for block in model.layers:
         engine.fully_shard(block, **settings)
