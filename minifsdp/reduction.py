@@ -80,7 +80,7 @@ class GradientReducer:
         """Bytes of gradients: full (fresh, or kept for a backward that syncs), on their way, and
         rows as optimizers read them (padding left out)."""
         full = [p.unsharded.grad for p in self.unit.params if p.unsharded is not None]
-        full += self._unsynced.values()
+        full += [*self._unsynced.values(), self._partial]
         under_way = self._scatter or self._replicate or self._descent
         reduced = [p for p in self.unit.params if p.sharded.grad is not None]
         return {
@@ -222,6 +222,7 @@ class GradientReducer:
         while self.advance():
             pass
 
+    @events.timed("reduce")
     def _across(self, rows: torch.Tensor) -> bool:
         """Reduce over replicas, or keep for a backward that does."""
         if self._partial is not None:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from peak import held_during
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.profiled import settled_waits
 from minifsdp import (
@@ -85,6 +87,51 @@ def _bytes_of_messages() -> tuple[list[int], list[int], int]:
 def test_an_event_tells_the_bytes_of_its_message(run_ranks):
     for moved, still, whole in run_ranks(2, _bytes_of_messages):
         assert moved == [whole] * 10 and not any(still)
+
+
+def _messages_on_two_axes() -> list[tuple[str, bool]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = stack.shard(stack.build(), mesh=mesh)
+    model(stack.batch()).sum().backward()
+    with record(all_ranks=False) as trace:
+        model(stack.batch()).sum().backward()
+    assert trace.ranks[trace.rank].peers == tuple(dist.get_process_group_ranks(mesh.get_group(1)))
+    return [
+        (e.kind, e.nbytes > 0) for e in trace.events if e.unit == "layers.1" and "re" in e.kind[:2]
+    ]
+
+
+def test_a_reduction_over_replicas_has_a_message_of_its_own(run_ranks):
+    reductions = [("reshard", False), ("reshard", False)]
+    reductions += [("reduce", True), ("reduce_wait", True)] * 2
+    assert run_ranks(4, _messages_on_two_axes) == [reductions] * 4
+
+
+class Recomputed(nn.Module):
+    """A block of which backward recomputes no more than it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = stack.Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def _forwards_when_recomputed() -> list[bool]:
+    model = stack.build(Recomputed)
+    for layer in model.layers:
+        fully_shard(layer.inner)
+    fully_shard(model)
+    with record(all_ranks=False) as trace:
+        for _ in range(2):
+            model(stack.batch()).sum().backward()
+            time.sleep(0.2)
+    return [event.seconds < 0.2 for event in trace.events if event.kind == "forward"]
+
+
+def test_a_forward_that_checkpointing_breaks_off_ends_with_its_backward(run_ranks):
+    assert run_ranks(2, _forwards_when_recomputed) == [[True] * 14] * 2
 
 
 def _held_and_there() -> list[tuple[str, int, int]]:

@@ -17,7 +17,7 @@ from made_trace import make_trace
 from minifsdp.trace import RankTrace, TraceEvent
 from minifsdp.trace import page as trace_page
 from minifsdp.trace.page import page, picture
-from minifsdp.trace.page.moments import PART_OF, Stretch, innermost
+from minifsdp.trace.page.moments import Stretch, innermost
 from minifsdp.trace.page.picture import _Picture
 from minifsdp.trace.waits import arrivals, explain
 
@@ -175,7 +175,7 @@ def test_a_whole_trace_of_4_units_shows_its_waits_optimizer_memory_and_thread(wh
     middle = round(answer["top"]["top"] + answer["top"]["height"] - 12)
     labels = {"computing": "computing", "exposed": "exposed communication"}
     for each in longest(trace, 0, 1).values():
-        part = PART_OF[each.event.kind]
+        part = each.event.part
         x = round(x_of(shown, (each.start + each.end) / 2))
         if part in labels and x_of(shown, each.end) - x_of(shown, each.start) > 4:
             assert is_near(shown.pixels[middle, x], colours[f"at {labels[part]}"]), each.event

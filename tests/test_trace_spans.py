@@ -103,14 +103,20 @@ def event(kind: str, unit: str, start: float, end: float, **more) -> TraceEvent:
 def rank(number: int, *events: TraceEvent, host: str = "h", began: float = 0.0) -> RankTrace:
     seconds = max((e.end for e in events), default=0.0)
     units = list(dict.fromkeys(e.unit for e in events))
-    return RankTrace(number, host, seconds, list(events), [], units, [0.0], began=began)
+    return RankTrace(
+        number, host, seconds, list(events), [], units, [0.0], peers=(0, 1), began=began
+    )
 
 
 def test_shares_are_of_the_training_thread_and_add_up():
     trace = rank(
-        0, event("forward", "a", 0, 4), event("wait", "a", 4, 5), event("optimizer", "b", 6, 8)
+        0,
+        event("forward", "a", 0, 4),
+        event("wait", "a", 4, 5, nbytes=8),
+        event("reduce", "a", 5, 5.5),  # one rank's own: nothing travels
+        event("optimizer", "b", 6, 8),
     )
-    assert shares(trace) == (4, 1, 0, 2, 1) and sum(shares(trace)) == 8
+    assert shares(trace) == (4, 1, 0.5, 2, 0.5) and sum(shares(trace)) == 8
 
 
 def waited(first: str, *, deferred: bool = False, asked: float = 0.0) -> list[TraceEvent]:
@@ -144,12 +150,59 @@ def test_the_reason_of_a_wait_is_said(first, deferred, peer_comes_at, reason):
 def test_waits_are_told_apart_by_direction_in_each_iteration():
     steps = []
     for t in (0, 10):
-        steps += [event("wait", "a", t, t + 1), event("backward", "root", t + 4, t + 8)]
-        steps += [event("wait", "a", t + 5, t + 7)]
+        steps += [event("wait", "a", t, t + 1, nbytes=8), event("forward", "a", t + 1, t + 2)]
+        steps += [event("wait", "a", t + 5, t + 7, nbytes=8), event("backward", "a", t + 7, t + 8)]
     trace = RankTrace(0, "h", 20.0, steps, [], ["a", "root"], [0.0, 10.0])
     assert [(w.direction, w.seconds, w.times) for w in waits(trace, {})] == [
         ("backward", 4, 2),
         ("forward", 2, 2),
+    ]
+
+
+@pytest.mark.parametrize("mailboxes", [False, True])
+def test_a_rank_that_reductions_wait_for_is_named(mailboxes):
+    def steps(reduces_at: float) -> list[TraceEvent]:
+        gather = event("wait", "a", 0, 0.1, nbytes=8, deferred=mailboxes)
+        until = 3 if mailboxes else reduces_at + 0.1
+        return [
+            gather,
+            event("reduce", "a", reduces_at, until, nbytes=8),
+            event("reduce_wait", "a", 3 if mailboxes else 2, 3, nbytes=8),
+        ]
+
+    ranks = {0: rank(0, *steps(1)), 1: rank(1, *steps(2.8))}
+    wait = waits(ranks[0], arrivals(ranks))[0]
+    expected = 1.8 if mailboxes else 0.8
+    assert (wait.unit, wait.direction, wait.late_rank) == ("a", "reduction", 1)
+    assert wait.late_seconds == pytest.approx(expected)
+    said = " ".join(explain(ranks[0], arrivals(ranks)))
+    assert "because rank 1 came later" in said and "mostly copying" not in said
+
+
+def test_ranks_that_shard_apart_are_not_blamed():
+    ranks = {0: rank(0, *waited("prefetch")), 1: rank(1), 2: rank(2, *waited("prefetch", asked=2))}
+    assert waits(ranks[0], arrivals(ranks))[0].late_rank is None
+
+
+def test_a_forward_that_was_broken_off_ends_with_what_contains_it():
+    recomputed = log(
+        (0, "+backward a"),
+        (1, "+forward a"),
+        (4, "-backward a"),
+        (9, "+forward b"),
+        (9.5, "-forward b"),
+    )
+    assert told(recomputed, 10)[:2] == [("backward", "a", 0, 4, 1), ("forward", "a", 1, 4, 3)]
+    raised = log((0, "+forward root"), (1, "+forward a"), (2, "+wait a"), (3, "-wait a"))
+    raised += [
+        Entry(50, "iteration", "", "root", 7),
+        *log((50, "+forward root"), (60, "-forward root")),
+    ]
+    assert [(e[0], e[1], e[3], e[4]) for e in told(raised, 60)] == [
+        ("forward", "root", 3, 1),
+        ("forward", "a", 3, 1),
+        ("wait", "a", 3, 1),
+        ("forward", "root", 60, 10),
     ]
 
 

@@ -9,7 +9,17 @@ from typing import Any
 
 from .spans import Held, RankTrace, TraceEvent
 
-_ABOUT = ("rank", "host", "seconds", "units", "iterations", "mailbox_bytes", "clock", "began")
+_ABOUT = (
+    "rank",
+    "host",
+    "seconds",
+    "units",
+    "iterations",
+    "mailbox_bytes",
+    "peers",
+    "clock",
+    "began",
+)
 _FORMAT = "minifsdp trace 1"
 
 
@@ -96,4 +106,4 @@ def _rank(about: dict[str, Any], lines: list[dict[str, Any]]) -> RankTrace:
         if line["ph"] == "X"
     ]
     held = [Held(line["ts"] * 1e-6, **line["args"]) for line in mine if line["ph"] == "C"]
-    return RankTrace(events=events, held=held, **about)
+    return RankTrace(events=events, held=held, **{**about, "peers": tuple(about["peers"])})

@@ -36,6 +36,7 @@ class Recorder:
         self.iterations: list[int] = []
         """Where in the log a forward of the whole model began."""
         self._met = False  # whether the root's gather for this forward has been seen
+        self.peers: tuple[int, ...] = ()
         self._in_backward: dict[str, Any] = {}
         self._stepping: set[int] = set()  # threads on which a unit steps
 
@@ -79,6 +80,9 @@ class Recorder:
     def _meet(self, root: Any) -> None:
         """At the beginning of each forward of the whole model, note what every unit holds."""
         self.iterations.append(len(self.log))
+        self._write("iteration", "", root.name, {}, 0)
+        shards = root.home.shards
+        self.peers = tuple(dist.get_process_group_ranks(shards.group))
         for each in root.runtime.units():
             self.units.setdefault(each.name, weakref.proxy(each))
             self._write("held", "forward", each.name, {**each.held(), **each.reducer.held()}, 0)
@@ -118,7 +122,10 @@ class record:
     """Record what the engine does inside the block: `with record() as trace:`, on all ranks.
 
     When the block ends, rank 0 gets every rank's record; there, `trace.save` and `print(trace)`
-    show all. A block that raises leaves each rank its own.
+    show all. That is a message like any other: all ranks must end the block. A block that raises
+    sends nothing and leaves this rank its own record, while the others wait for it.
+
+    Record whole steps of one model, and a few of them: an event takes about half a KiB.
 
     all_ranks: False keeps each rank's record to itself, and nothing is sent.
     clock: "host" or "device" (times on the stream that computes); by default the device's, if there
@@ -182,6 +189,7 @@ class record:
             held=held,
             units=list(names),
             iterations=[seconds[index] for index in self._recorder.iterations],
+            peers=self._recorder.peers,
             mailbox_bytes=collectives.mapped_nbytes(),
             clock=self._clock.name,
             began=self._began[0],

@@ -89,6 +89,15 @@ class TraceEvent:
     def seconds(self) -> float:
         return self.end - self.start
 
+    @property
+    def part(self) -> str:
+        """What its own time counts as: computing, exposed (communication), engine or optimizer."""
+        if self.kind in COMPUTING:
+            return "computing"
+        if self.kind in COMMUNICATING and self.nbytes:  # else rows are copied on their own rank
+            return "exposed"
+        return "optimizer" if self.kind.startswith("optimizer") else "engine"
+
 
 @dataclass(frozen=True)
 class RankTrace:
@@ -108,6 +117,8 @@ class RankTrace:
     """When each forward of the whole model began."""
     mailbox_bytes: int = 0
     """Shared memory mapped for messages all the time, this rank's mailbox and its peers'."""
+    peers: tuple[int, ...] = ()
+    """The ranks that shard with this one, itself included; () if no unit has run."""
     clock: str = "host"
     """host, or device: times are then those of the stream that computes."""
     began: float = field(default=0.0, repr=False)
@@ -169,6 +180,8 @@ class _Replay:
     def read(self, order: int, entry: Entry) -> None:
         thread = self._threads.setdefault(entry.thread, len(self._threads))
         stack = self._open.setdefault(thread, [])
+        if entry.edge == "iteration":  # what a step that raised left open ended long ago
+            self._drop(stack, 0, self._until.get(thread, entry.seconds), thread)
         if stack:
             stack[-1].own += entry.seconds - self._until[thread]
         self._until[thread] = entry.seconds
@@ -180,10 +193,18 @@ class _Replay:
         elif entry.edge == "end":
             span = _last(stack, entry)
             if span is not None:  # else it began before the trace
+                self._drop(stack, stack.index(span) + 1, entry.seconds, thread)
                 stack.remove(span)
                 self._end(span, entry, stack, thread)
                 since = span.entry.seconds
         self.curve.change(entry.unit, entry.held, since, entry.seconds)
+
+    def _drop(self, stack: list[_Open], above: int, end: float, thread: int) -> None:
+        """End what was broken off: by an error, or by checkpointing, which recomputes no more of
+        a unit's forward than backward needs. It is inside what ends now, or all that is open."""
+        for span in [s for s in stack[above:] if s.entry.kind == "forward" or above == 0]:
+            stack.remove(span)
+            self._keep(span, end, thread)
 
     def _end(self, span: _Open, entry: Entry, stack: list[_Open], thread: int) -> None:
         kind, unit = entry.kind, entry.unit

@@ -49,6 +49,8 @@ class Trace:
             )
         if self.is_elsewhere:
             return
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"cannot save {path}: make the folder {path.parent} first")
         if path.suffix == ".json":
             written = chrome.dumps(self.ranks)
         else:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .figures import duration, size
-from .spans import COMMUNICATING, COMPUTING, RankTrace, TraceEvent
+from .spans import COMPUTING, RankTrace, TraceEvent
 
 _WORTH_A_LINE = 0.01  # of the time that was recorded
 
@@ -27,14 +27,16 @@ class Shares(NamedTuple):
 
 def shares(trace: RankTrace) -> Shares:
     """Where a rank's time went."""
-    parts = [
-        trace.own(*COMPUTING),
-        trace.own(*COMMUNICATING),
-        trace.own("reshard", "accumulate"),
-        trace.own("optimizer", "optimizer_wait"),
-    ]
-    start = min((event.start for event in trace.events), default=0.0)
-    return Shares(*parts, outside=max(0.0, trace.seconds - start - sum(parts)))
+    own: dict[str, float] = defaultdict(float)
+    for event in trace.events:
+        if event.thread == 0:
+            own[event.part] += event.own
+    parts = [own[part] for part in Shares._fields[:-1]]
+    return Shares(*parts, outside=max(0.0, trace.seconds - _start(trace) - sum(parts)))
+
+
+def _start(trace: RankTrace) -> float:
+    return min((event.start for event in trace.events), default=0.0)
 
 
 class Wait(NamedTuple):
@@ -42,7 +44,7 @@ class Wait(NamedTuple):
 
     unit: str
     direction: str
-    """forward or backward"""
+    """forward, backward (for parameters), or reduction"""
     seconds: float
     times: int
     nbytes: int
@@ -58,78 +60,93 @@ class Wait(NamedTuple):
     """By how much, over all these waits."""
 
 
-Arrivals = Mapping[int, Mapping[str, Sequence[float]]]
+Arrivals = Mapping[int, Mapping[tuple[str, bool], Sequence[float]]]
 
 
 def arrivals(ranks: Mapping[int, RankTrace]) -> Arrivals:
-    """For each rank and unit, when the rank gave its part of each gather."""
+    """For each rank and unit, when the rank gave its part of each gather (True) and reduction."""
     return {rank: _arrivals(trace) for rank, trace in ranks.items()}
 
 
-def waits(trace: RankTrace, came: Arrivals) -> list[Wait]:
-    """A rank's waits for parameters, the longest first. came: what `arrivals` told."""
-    peers = {rank: times for rank, times in came.items() if rank != trace.rank}
-    groups: dict[tuple[str, str], list[tuple[TraceEvent, TraceEvent | None, int]]]
-    groups = defaultdict(list)
-    asked: dict[str, TraceEvent] = {}
-    count: dict[str, int] = defaultdict(int)
-    backward_since: float | None = None
-    starts = iter([*trace.iterations, float("inf")])
-    following = next(starts)
-    for event in trace.events:
-        while event.start >= following:
-            backward_since, following = None, next(starts)
-        if event.kind == "backward" and backward_since is None:
-            backward_since = event.start
-        if event.kind in ("unshard", "prefetch"):
-            asked[event.unit] = event
-        if event.kind == "wait":
-            direction = "forward" if backward_since is None else "backward"
-            group = groups[event.unit, direction]
-            group.append((event, asked.get(event.unit), count[event.unit]))
-            count[event.unit] += 1
-    found = [_wait(key, events, peers) for key, events in groups.items()]
-    return sorted(found, key=lambda wait: -wait.seconds)
-
-
-def _arrivals(trace: RankTrace) -> dict[str, list[float]]:
-    came: dict[str, list[float]] = defaultdict(list)
+def _arrivals(trace: RankTrace) -> dict[tuple[str, bool], list[float]]:
+    came: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for event in trace.events:
         gives = ("wait",) if event.deferred else ("unshard", "prefetch")
-        if event.nbytes and event.kind in gives:
-            came[event.unit].append(event.start)
+        if event.nbytes and event.kind in (*gives, "reduce"):
+            came[event.unit, event.kind != "reduce"].append(event.start)
     return came
 
 
-def _wait(
-    key: tuple[str, str],
-    events: list[tuple[TraceEvent, TraceEvent | None, int]],
-    peers: Arrivals,
-) -> Wait:
+class _Waited(NamedTuple):
+    """One wait: the event, what asked for it, and how many of its kind the unit had before."""
+
+    event: TraceEvent
+    asked: TraceEvent | None
+    nth: int
+
+
+def waits(trace: RankTrace, came: Arrivals) -> list[Wait]:
+    """A rank's waits for messages, the longest first. came: what `arrivals` told."""
+    peers = {r: times for r, times in came.items() if r != trace.rank and r in trace.peers}
+    found = [_wait(key, of_unit, peers) for key, of_unit in _grouped(trace).items()]
+    return sorted(found, key=lambda wait: -wait.seconds)
+
+
+def _grouped(trace: RankTrace) -> Mapping[tuple[str, str], list[_Waited]]:
+    directions = _directions(trace)
+    mailboxes = any(event.deferred for event in trace.events)  # then a reduction is one event
+    groups: dict[tuple[str, str], list[_Waited]] = defaultdict(list)
+    asked: dict[tuple[str, bool], TraceEvent] = {}
+    count: dict[tuple[str, bool], int] = defaultdict(int)
+    for event, direction in zip(trace.events, directions, strict=True):
+        if not event.nbytes:
+            continue
+        message = event.unit, event.kind in ("unshard", "prefetch", "wait")
+        if event.kind in ("unshard", "prefetch", "reduce"):
+            asked[message] = event
+        if event.kind in ("wait", "reduce" if mailboxes else "reduce_wait"):
+            waited = _Waited(event, asked.get(message), count[message])
+            groups[event.unit, direction].append(waited)
+            count[message] += 1
+    return groups
+
+
+def _directions(trace: RankTrace) -> list[str]:
+    """For each event "reduction", or what its unit's parameters were next used for."""
+    used: dict[str, str] = {}
+    found = []
+    for event in reversed(trace.events):
+        if event.kind in COMPUTING:
+            used[event.unit] = event.kind
+        is_reduction = event.kind in ("reduce", "reduce_wait")
+        found.append("reduction" if is_reduction else used.get(event.unit, "forward"))
+    return found[::-1]
+
+
+def _wait(key: tuple[str, str], waited: Sequence[_Waited], peers: Arrivals) -> Wait:
     unit, direction = key
     late: dict[int, float] = defaultdict(float)
-    for event, _, nth in events:
+    for event, _, nth in waited:
         of_peers = {
-            r: times[unit][nth] - event.start
-            for r, times in peers.items()
-            if nth < len(times.get(unit, ()))
+            rank: times[nth] - event.start
+            for rank, by_message in peers.items()
+            if nth < len(times := by_message.get((unit, direction != "reduction"), ()))
         }
         last = max(of_peers, key=of_peers.get, default=None)
         if last is not None and of_peers[last] > 0:
             late[last] += min(of_peers[last], event.seconds)
-    slowest = max(late, key=late.get, default=None)
-    known = [(event, before) for event, before, _ in events if before is not None]
+    known = [(event, asked) for event, asked, _ in waited if asked is not None]
     return Wait(
         unit,
         direction,
-        sum(event.own for event, *_ in events),
-        len(events),
-        max(event.nbytes for event, *_ in events),
-        sum(e.start - before.end for e, before in known) / max(1, len(known)),
-        bool(known) and all(before.kind == "prefetch" for _, before in known),
-        any(event.deferred for event, *_ in events),
-        slowest,
-        sum(late.values()),
+        seconds=sum(event.own for event, *_ in waited),
+        times=len(waited),
+        nbytes=max(event.nbytes for event, *_ in waited),
+        ahead=sum(e.start - asked.end for e, asked in known) / max(1, len(known)),
+        prefetched=bool(known) and all(asked.kind == "prefetch" for _, asked in known),
+        deferred=any(event.deferred for event, *_ in waited),
+        late_rank=max(late, key=late.get, default=None),
+        late_seconds=sum(late.values()),
     )
 
 
@@ -143,14 +160,15 @@ def explain(trace: RankTrace, came: Arrivals) -> list[str]:
     said = [_exposed(trace)]
     late = sum(wait.late_seconds for wait in found)
     if late > worth_a_line:
-        ours = f"{duration(late)} of the waiting for parameters"
-        said.append(f"{ours} was for ranks that came later.")
+        said.append(f"{duration(late)} of the waiting was for ranks that came later.")
     said += [_sentence(wait) for wait in found[:3] if wait.seconds > worth_a_line]
-    if any(wait.deferred for wait in found):
+    if any(w.deferred for w in found) and late < 0.5 * sum(w.seconds for w in found):
         said.append(
             "Messages go through shared memory: the ranks' own cores copy them at the moment they "
             "are waited for, so waiting is mostly copying, and nothing could hide it."
         )
+    if not trace.iterations or _start(trace) < trace.iterations[0]:
+        said.append("The trace began inside a step: what was held before it is not counted.")
     return [*said, _most_held(trace)]
 
 
@@ -172,15 +190,18 @@ def _exposed(trace: RankTrace) -> str:
         "starting reductions": ("reduce",),
         "waiting for them": ("reduce_wait",),
     }
-    parts = ", ".join(f"{duration(trace.own(*kind))} {what}" for what, kind in kinds.items())
+    messages = [e for e in trace.events if e.part == "exposed" and e.thread == 0]
+    own = {what: sum(e.own for e in messages if e.kind in kind) for what, kind in kinds.items()}
+    parts = ", ".join(f"{duration(seconds)} {what}" for what, seconds in own.items())
     return f"Exposed communication, {duration(shares(trace).exposed)}: {parts}."
 
 
 def _most_held(trace: RankTrace) -> str:
     peak = trace.peak()
     mailboxes = f"; and {size(trace.mailbox_bytes)} of mailboxes" if trace.mailbox_bytes else ""
+    after = duration(max(0.0, peak.seconds - _start(trace)))
     return (
-        f"At most {size(peak.total)} beside the shards, after {duration(peak.seconds)}: "
+        f"At most {size(peak.total)} beside the shards, {after} after the first event: "
         f"{size(peak.unsharded)} parameters, {size(peak.message)} messages, "
         f"{size(peak.gradients)} gradients{mailboxes}."
     )
@@ -193,7 +214,7 @@ def _sentence(wait: Wait) -> str:
         return (
             f"{said}; {duration(wait.late_seconds)} of it because rank {wait.late_rank} came later."
         )
-    if wait.deferred:
+    if wait.deferred or wait.direction == "reduction":
         return f"{said}."
     if not wait.prefetched:
         return f"{said}: it was asked for only when it was needed."

@@ -6,17 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..spans import COMMUNICATING, COMPUTING, Held, RankTrace, TraceEvent
-
-PART_OF = {
-    **dict.fromkeys(COMPUTING, "computing"),
-    **dict.fromkeys(COMMUNICATING, "exposed"),
-    "reshard": "engine",
-    "accumulate": "engine",
-    "optimizer": "optimizer",
-    "optimizer_wait": "optimizer",
-}
-"""What an event's own time counts as, as in `waits.shares`."""
+from ..spans import Held, RankTrace, TraceEvent
 
 
 class Stretch(NamedTuple):
@@ -64,7 +54,7 @@ def cells(trace: RankTrace, begin: float, end: float, count: int) -> list[dict[s
     parts: list[dict[str, float]] = [{} for _ in range(count)]
     size = max(end - begin, 1e-9) / count
     for since, until, event in innermost(trace.events, 0):
-        name = PART_OF[event.kind]
+        name = event.part
         first, last = int((since - begin) / size), int((until - begin) / size)
         for index in range(max(0, first), min(count - 1, last) + 1):
             left = begin + index * size
