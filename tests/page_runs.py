@@ -66,6 +66,9 @@ SUBSTITUTIONS = [
         True,
     ),
     Substitution(rf"^{_TRAINS}(?!.*--resume)(.*)", r"\1 --overwrite", "commands are alternatives"),
+    Substitution(
+        r"(\bbenchmarks\.trace_cost\b.*)", r"\1 --work tiny --rounds 1", "a tiny model", True
+    ),
     Substitution(r"^(.*--plan\b.*--preset (?!tiny).*)", r"\1 --layers 2", "two blocks", True),
 ]
 
