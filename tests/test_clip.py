@@ -195,3 +195,10 @@ def test_gradients_of_two_dtypes_lose_no_precision_to_the_narrower(dtypes):
         norms.append(clip(params, 1e9))
     assert norms[1].dtype == norms[0].dtype
     assert float(norms[1]) == pytest.approx(float(norms[0]), rel=1e-6)
+
+
+def test_a_norm_may_be_given_as_a_string_as_for_torchs():
+    param = nn.Parameter(torch.zeros(3))
+    param.grad = torch.tensor([1.0, -4.0, 2.0])
+    assert clip_grad_norm_(param, 1.0, norm_type="inf") == 4
+    torch.testing.assert_close(param.grad, torch.tensor([0.25, -1.0, 0.5]))

@@ -48,6 +48,19 @@ def test_pytorch_149205_an_optimizer_built_while_the_model_is_whole_is_refused(r
         run_ranks(world_size, _optimizer_after_forward)
 
 
+def _one_of_several() -> None:
+    model = build()
+    lost = model[1].bias
+    fully_shard(model)
+    optimizer = torch.optim.SGD([*model.parameters(), lost], lr=0.1, foreach=False)
+    with pytest.raises(RuntimeError, match=r"'1\.bias' as it was before sharding"):
+        step(model, optimizer)
+
+
+def test_every_parameter_of_an_optimizer_is_looked_at(run_ranks):
+    run_ranks(1, _one_of_several)
+
+
 def _parameters_added_later() -> None:
     model = build()
     fully_shard(model)

@@ -95,6 +95,10 @@ def test_values_that_are_no_tensors_are_the_same_objects():
     assert after[2]["a"][0] is token
 
 
+def test_a_dataclass_that_is_passed_itself_is_no_container():
+    assert map_tensors(double, [Record, ones()])[0] is Record
+
+
 def test_a_dataclass_field_outside_the_constructor_keeps_its_value():
     before = Derived(ones())
     before.steps = 7

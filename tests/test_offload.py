@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
+
 import pytest
 import stack
 import torch
@@ -40,6 +43,41 @@ def test_only_page_locked_memory_beside_a_device_is_staged():
     assert offload.is_staged(torch.device("cuda"), True)
     assert not offload.is_staged(torch.device("cuda"), False)
     assert not offload.is_staged(CPU, True)
+
+
+def _copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Logs the copies that are waited for, in the order in which they were issued."""
+    log: list[str] = []
+    numbers = count()
+
+    def copied(device: torch.device) -> Callable[[], None]:
+        number = next(numbers)
+        return lambda: log.append(f"copy {number}")
+
+    monkeypatch.setattr(offload, "_copied", copied)
+    monkeypatch.setattr(offload, "_up", offload.Staging())
+    monkeypatch.setattr(offload, "_down", offload.Staging())
+    return log
+
+
+def test_what_goes_up_is_waited_for_before_its_buffer_is_used_again(monkeypatch):
+    log, target = _copies(monkeypatch), torch.zeros(3)
+    for value in range(3):
+        offload.bring_up(torch.full((3,), float(value)), target)
+        assert torch.equal(target, torch.full((3,), float(value)))
+    assert log == ["copy 0"]
+
+
+def test_what_comes_down_is_waited_for_when_it_is_read_and_before_its_buffer_is_used_again(
+    monkeypatch,
+):
+    log = _copies(monkeypatch)
+    first, second = offload.Descent(torch.ones(3)), offload.Descent(torch.zeros(3))
+    assert log == []
+    assert torch.equal(first.wait(), torch.ones(3)) and log == ["copy 0"]
+    second.wait()
+    offload.Descent(torch.ones(3))
+    assert log == ["copy 0", "copy 1", "copy 0"]
 
 
 def _trained(staged: bool, policy: tuple, steps_in_backward: bool) -> tuple[list, list]:

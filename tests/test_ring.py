@@ -103,6 +103,30 @@ def test_reductions_equal_gloos_bit_for_bit(run_ranks, world_size, dtype):
     assert run_ranks(world_size, _reductions_that_differ, dtype) == [[]] * world_size
 
 
+def _first_elements_of_long_messages() -> list[dict[str, list[float]]]:
+    """Of messages that are just over a number of segments: the beginning of this rank's piece.
+
+    With 1, 2**-9 and -1 in bf16 the order decides: (1 - 1) + 2**-9, but 1 + 2**-9 is 1.
+    """
+    peers, found = Peers.of(dist.group.WORLD), []
+    for slot in (1_136_000, 1_400_002):
+        sums = {}
+        for collectives in _all_collectives():
+            value = [1.0, 2**-9, -1.0][peers.rank]
+            full = torch.full((slot * peers.size,), value, dtype=torch.bfloat16)
+            grads = Gradients([full], (slot,), torch.bfloat16)
+            output = collectives.reduce_scatter(grads, peers, CPU).wait()
+            sums[collectives.name] = output[:8].tolist()
+        found.append(sums)
+    return found
+
+
+def test_long_messages_are_added_in_gloos_order_to_the_first_element(run_ranks):
+    for found in run_ranks(3, _first_elements_of_long_messages):
+        for sums in found:
+            assert sums["direct"] == sums["backend"] == sums["shared"]
+
+
 def _sum_in_rank_order_differs(dtype: torch.dtype) -> bool:
     """Whether gloo's sum and one in the order of ranks differ: else the test above shows little."""
     rank, size = dist.get_rank(), dist.get_world_size()

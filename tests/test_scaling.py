@@ -66,6 +66,12 @@ def test_factors_are_upstreams(dtype, shards, replicas, factor, force_sum):
     assert scale.multiply_before == (1 / factor if premultiplied else 1)
 
 
+@pytest.mark.parametrize("dtype", ROOMY, ids=str)
+def test_a_factor_that_is_the_number_of_shards_averages_over_them_only(dtype):
+    assert scaling(dtype, 4, 1, factor=4.0) == Scaling(average_shards=True)
+    assert scaling(dtype, 3, 2, factor=3) == Scaling(average_shards=True)
+
+
 @given(dtype=st.sampled_from(ROOMY + NARROW), factor=st.floats(0.5, 64), force_sum=st.booleans())
 def test_on_one_rank_a_factor_divides_once(dtype, factor, force_sum):
     scale = scaling(dtype, 1, 1, factor, force_sum)

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as upstream
 from parity import Case
 from parity_model import VOCAB, build
+from peak import held_during
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -106,6 +107,32 @@ def test_buffers_come_from_rank_0_too(run_ranks):
     run_ranks(2, _buffers)
 
 
+def _narrower() -> None:
+    model = sharded()
+    whole = full_state_dict(model, rank0_only=False)
+    narrow = {name: (tensor + 1).to(torch.bfloat16) for name, tensor in whole.items()}
+    load_full_state_dict(model, narrow if dist.get_rank() == 0 else None)
+    for name, tensor in full_state_dict(model, rank0_only=False).items():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, narrow[name].float()), name
+
+
+def test_a_state_of_another_dtype_is_cast_before_its_rows_are_sent(run_ranks):
+    run_ranks(2, _narrower)
+
+
+def _held_by_others() -> float:
+    """What a rank holds at most while rank 0 gets the full state, in largest tensors."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
+    minifsdp.fully_shard(model)
+    held = held_during(lambda: full_state_dict(model))
+    return held.peak / (4 * 256 * 256)
+
+
+def test_ranks_that_keep_nothing_hold_one_whole_tensor_at_a_time(run_ranks):
+    first, second = run_ranks(2, _held_by_others)
+    assert second < 4 < 6 < first  # torch takes three for one to be gathered
+
+
 def _refused() -> None:
     model = sharded()
     before = full_state_dict(model, rank0_only=False)
@@ -121,6 +148,8 @@ def _refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             load_full_state_dict(model, bad if first else None)
+    with pytest.raises(ValueError, match="ranks bring different states"):
+        load_full_state_dict(model, state if first else missing)
     with pytest.raises(ValueError, match="rank 0 has no state"):
         load_full_state_dict(model, None if first else state)
     after = full_state_dict(model, rank0_only=False)

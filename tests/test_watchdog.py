@@ -7,6 +7,7 @@ that no launcher looks after; tests then read how each rank ended.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import watched
 
 from minifsdp import events
+from minifsdp.collectives import futex
 from minifsdp.watchdog import EXIT_CODE, Watchdog
 
 TIMEOUT = watched.TIMEOUT
@@ -270,6 +272,39 @@ def test_ranks_without_a_store_to_meet_in_are_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="set MASTER_ADDR and MASTER_PORT, as torchrun does"):
         Watchdog(5).__enter__()
+
+
+def test_watchdogs_of_one_store_do_not_hear_each_others_ranks() -> None:
+    store, before = dist.HashStore(), list(events.listeners)
+    watchdogs = [Watchdog(5, store), Watchdog(5, store)]
+    for watchdog in watchdogs:
+        watchdog._watch(2)
+    events.listeners[:] = before
+    watchdogs[0]._store.set("0", "of the first")
+    assert watchdogs[0]._store.check(["0"]) and not watchdogs[1]._store.check(["0"])
+
+
+def test_steps_and_the_phases_of_each_are_counted() -> None:
+    with Watchdog(0) as watchdog:
+        places = []
+        for step, phase in [(1, "reading"), (1, "training"), (1, "saving"), (2, "reading")]:
+            watchdog.at(step, phase)
+            places.append((watchdog._here.steps, watchdog._here.phases))
+    assert places == [(1, 0), (1, 1), (1, 2), (2, 0)]
+
+
+def test_a_thread_in_a_collective_waits_and_one_that_works_does_not() -> None:
+    watchdog, word = Watchdog(5), ctypes.c_int64(0)
+    for work, waits in (
+        (lambda: futex.wait(ctypes.addressof(word), 0, 1.0), True),
+        (lambda: time.sleep(1.0), False),
+    ):
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.2)
+        watchdog._watched = thread.ident
+        assert watchdog._waits() is waits
+        thread.join()
 
 
 def threads() -> list[str]:

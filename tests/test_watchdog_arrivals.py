@@ -166,6 +166,14 @@ def test_a_silent_rank_is_told_from_a_late_one() -> None:
     assert verdict.missing == [2] and verdict.living == [0, 1] and verdict.stacks == [0]
 
 
+def test_while_a_rank_is_silent_no_other_is_called_late() -> None:
+    ranks = Ranks(3)
+    ranks.put(0, (1, 1, 0))
+    ranks.look()
+    ranks.mute.add(1)
+    assert ranks.wait(5).missing == [1]
+
+
 def test_a_rank_that_never_said_anything_is_missing() -> None:
     ranks = Ranks(2)
     ranks.mute.add(1)
@@ -191,6 +199,15 @@ def test_those_who_stand_still_after_an_error_end_in_the_usual_time() -> None:
     ranks.put(1, (1, 1, 0), end="ValueError: no")
     left = "rank 1 has left the run at step 1, phase 1 with ValueError: no; ranks 0, 2 wait at"
     assert ranks.wait(5).report.startswith(left)
+
+
+def test_of_those_who_left_only_the_ones_with_an_error_are_named() -> None:
+    ranks = Ranks(4)
+    ranks.look()
+    ranks.put(0, (1, 1, 0), end="")
+    ranks.put(2, (1, 1, 0), end="ValueError: no")
+    report = ranks.wait(5).report
+    assert report.startswith("rank 2 has left the run at step 1, phase 1 with ValueError: no; ")
 
 
 def test_nobody_judges_a_run_that_all_have_left() -> None:
