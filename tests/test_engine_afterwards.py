@@ -95,10 +95,12 @@ def _frees_itself() -> list[bool]:
         del handle
         for _ in range(2):
             model.reset_iter_state()
+            units = [layer._unit() for layer in model.layers]
+            assert not any(unit.reducer.held()["reducing"] for unit in units)
         assert collectives.idle_nbytes() == kept  # no message is left on its way
-        units = [weakref.ref(layer._unit()) for layer in model.layers]
-        del model
-        return [unit() is None for unit in units]
+        refs = [weakref.ref(unit) for unit in units]
+        del model, units
+        return [ref() is None for ref in refs]
     finally:
         gc.enable()
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from .mutation import Mutation
 from .runner import Outcome, run
-from .server import NOT_IMPORTED
 from .sandbox import ROOT
+from .server import NOT_IMPORTED
 from .table import MUTATIONS
 
 WHOLE_SUITE_LIMIT_SECONDS = 900.0
