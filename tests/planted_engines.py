@@ -7,6 +7,7 @@ python -m minifsdp.verify --model tests.planted_engines:build --batch tests.plan
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,17 @@ def build() -> nn.Module:
 
 def build_tied() -> nn.Module:
     return Net(tied=True)
+
+
+class Chancy(Net):
+    """Draws from Python's random in its forward, which nothing seeds."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, targets) * random.random()
+
+
+def build_chancy() -> nn.Module:
+    return Chancy()
 
 
 def batch(rank: int, step: int, micro: int = 0) -> dict[str, torch.Tensor]:
@@ -189,6 +201,35 @@ def _rounding(unit: ScheduledUnit) -> None:
     unit._take_in = rounded
 
 
+@fault
+def rolled_parameter(model: nn.Module) -> None:
+    """The rows of one gathered weight are all one place further."""
+    unit = _middle(model)
+    take_in = unit._take_in
+
+    def rolled() -> None:
+        take_in()
+        weight = _param(unit, "down.weight").padded.view(-1, 9)
+        weight.copy_(weight.roll(1, 0))
+
+    unit._take_in = rolled
+
+
+@fault
+def changed_between_steps(model: nn.Module) -> None:
+    """An element of rank 1's rows is moved as the second step begins."""
+    forwards = 0
+
+    def change(module: nn.Module, args: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+        if forwards == 2 and dist.get_rank() == 1:
+            rows = dict(module.named_parameters())[f"{MIDDLE}.up.weight"].to_local()
+            rows.data.view(-1)[0] += 1e-3
+
+    model.register_forward_pre_hook(change, prepend=True)
+
+
 # ---- in backward --------------------------------------------------------------------------------
 
 
@@ -233,6 +274,54 @@ def one_wrong_gradient_row(model: nn.Module) -> None:
             row.copy_(torch.nextafter(row, torch.full_like(row, torch.inf)))
 
     unit.reducer._add_gradient = wrong
+
+
+@fault
+def rank_1_doubled(model: nn.Module) -> None:
+    """Rank 1 doubles its rows of one unit's gradients."""
+    _changing(_middle(model), lambda name, rows: rows * (1 + (dist.get_rank() == 1)))
+
+
+@fault
+def rolled_gradient(model: nn.Module) -> None:
+    """The rows of one gradient are one place further on each rank."""
+    _changing(_middle(model), lambda name, rows: rows.roll(9) if "down.weight" in name else rows)
+
+
+@fault
+def gradient_of_a_step_ago(model: nn.Module) -> None:
+    """One unit hands out the gradients that it reduced in the step before."""
+    held: dict[str, torch.Tensor] = {}
+
+    def late(name: str, rows: torch.Tensor) -> torch.Tensor:
+        before, held[name] = held.get(name, rows.clone()), rows.clone()
+        return before
+
+    _changing(_middle(model), late)
+
+
+@fault
+def exchanged_gradients(model: nn.Module) -> None:
+    """Two parameters of one shape get each other's gradient."""
+    unit, held = _middle(model), []
+    add = unit.reducer._add_gradient
+
+    def exchanging(param: Any, rows: torch.Tensor) -> None:
+        if not param.name.endswith(("norm.weight", "down.bias")):
+            return add(param, rows)
+        held.append((param, rows.clone()))
+        if len(held) == 2:
+            (first, of_first), (second, of_second) = held
+            held.clear()
+            add(first, of_second)
+            add(second, of_first)
+
+    unit.reducer._add_gradient = exchanging
+
+
+def _changing(unit: ScheduledUnit, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    add = unit.reducer._add_gradient
+    unit.reducer._add_gradient = lambda param, rows: add(param, change(param.name, rows))
 
 
 @fault

@@ -45,7 +45,7 @@ def test_a_missing_wait_is_found_in_the_unit_that_did_not_wait(run_ranks):
     first = _found(run_ranks, 2, "missing_wait")
     assert (first.step, first.phase, first.unit) == (0, "parameter in forward", "layers.1")
     assert "missing wait" in first.looks_like or "before it was filled" in first.looks_like
-    assert "rows were equal when the forward began" in first.looks_like
+    assert "rows were equal before the first step" in first.looks_like
 
 
 def test_parameters_of_a_step_ago_are_told_as_such(run_ranks):
@@ -60,6 +60,44 @@ def test_a_skipped_division_is_told_by_its_factor(run_ranks, world_size):
     assert (first.step, first.phase, first.unit) == (0, "gradient", "layers.1")
     assert f"every gradient of unit layers.1 is {world_size}x" in first.looks_like
     assert f"division by the number of ranks ({world_size}) is missing" in first.looks_like
+
+
+def test_a_factor_is_told_where_rounding_hides_its_last_digits(run_ranks):
+    settings = {"against": ("none",), "dtype": "bf16", "reduce_dtype": "bf16", "steps": 1}
+    first = _found(run_ranks, 4, "skipped_division", **settings)
+    assert "every gradient of unit layers.1 is about " in first.looks_like
+    assert "division by the number of ranks (4) is missing" in first.looks_like
+
+
+def test_what_only_one_rank_scales_is_not_called_a_missing_division(run_ranks):
+    first = _found(run_ranks, 2, "rank_1_doubled", steps=1)
+    assert first.looks_like.startswith("only the rows of rank 1 are 2x the other's")
+    assert "division" not in first.looks_like
+
+
+@pytest.mark.parametrize(
+    ("engine", "step", "what"),
+    [
+        ("rolled_gradient", 0, "layers.1.down.weight: the right values in the wrong places"),
+        ("exchanged_gradients", 0, "the gradients of other parameters (layers.1.norm.weight"),
+        ("gradient_of_a_step_ago", 1, "the gradients of the step before"),
+    ],
+)
+def test_right_gradients_of_another_time_or_place_are_told(run_ranks, engine, step, what):
+    first = _found(run_ranks, 2, engine, steps=2)
+    assert (first.step, first.phase, first.unit) == (step, "gradient", "layers.1")
+    assert what in first.looks_like and "summed" not in first.looks_like
+
+
+def test_rows_in_wrong_places_are_told_from_ones_that_had_not_arrived(run_ranks):
+    first = _found(run_ranks, 2, "rolled_parameter", steps=1)
+    assert "layers.1.down.weight: the right values in the wrong places" in first.looks_like
+
+
+def test_rows_changed_between_steps_are_not_blamed_on_the_gather_alone(run_ranks):
+    first = _found(run_ranks, 2, "changed_between_steps", steps=2)
+    assert (first.step, first.phase, first.rank) == (1, "parameter in forward", 1)
+    assert "equal after step 0, so they were gathered wrongly or changed since" in first.looks_like
 
 
 def test_a_division_too_many_is_told_by_its_factor(run_ranks):
@@ -328,6 +366,13 @@ def _batch_of_two_ranks(rank: int, step: int):
     return [planted.batch(0, step), planted.batch(1, step)][rank - 1 if rank else 2]
 
 
+def _complaint_of_the_twin(build, batch) -> str:
+    """Where two forwards happened to be equal when they were tried."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minifsdp.verify.checking.forwards", lambda *_: None)
+        return _complaint(build, batch, engines=("minifsdp", "none"))
+
+
 def _complaints() -> list[str]:
     build, batch = planted.build, planted.batch
     return [
@@ -336,6 +381,8 @@ def _complaints() -> list[str]:
         _complaint(build, _batch_by_chance),
         _complaint(build, _batch_of_two_ranks),
         _complaint(lambda: nn.Linear(2, 3), lambda rank, step: torch.ones(1, 2) + rank),
+        _complaint(planted.build_chancy, batch),
+        _complaint_of_the_twin(planted.build_chancy, batch),
         _complaint(build, batch, world_size=3),
         _complaint(build, batch, units="blocks.*"),
         _complaint(build, batch, dtype="bf16", engines=("minifsdp", "ddp")),
@@ -345,12 +392,15 @@ def _complaints() -> list[str]:
 
 def test_what_cannot_be_compared_is_refused_on_every_rank_in_a_line(run_ranks):
     for said in run_ranks(2, _complaints):
-        build, by_rank, chance, short, loss, group, units, absent, nothing = said
-        assert "build() made another 'layers.2.up.bias' for engine fsdp2 than before" in build
+        build, by_rank, chance, short, loss, chancy, twin, *others = said
+        group, units, absent, nothing = others
+        assert "build() made another 'layers.2.up.bias' than before" in build
         assert "on rank 1 than on rank 0" in by_rank
         assert "batch(0, 0) gave other values at its second call" in chance
         assert "batch(0, 0) raised IndexError" in short
         assert "the model returns a tensor (1, 3), which is no loss: give loss" in loss
+        assert "forward is not the same at each call (first in: forward output of the" in chancy
+        assert "forward is not the same at each call" in twin
         assert "world_size is 3 inside a process group of 2" in group
         assert "units 'blocks.*' matches no module; there are embed, layers" in units
         assert "nothing to compare to: DistributedDataParallel casts no parameters" in absent

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -15,6 +18,7 @@ import pytest
 import minifsdp.verify
 from minifsdp.verify import compare
 from minifsdp.verify.__main__ import main
+from minifsdp.verify.launch import _serve
 
 ROOT = Path(__file__).parents[1]
 NET = ["--model", "tests.planted_engines:build", "--batch", "tests.planted_engines:batch"]
@@ -66,6 +70,7 @@ MISTAKES = [
     (["--clip", "-1"], "clip is -1.0: give a norm above 0"),
     (["--world-size", "0"], "world_size is 0: give a whole number of at least 1"),
     (["--device", "cuda"], "device cuda has 0 GPUs for 2 ranks"),
+    (["--device", "tpu"], "device is 'tpu': give cpu or cuda"),
     (["--optimizer", "adam"], "optimizer is 'adam': give adamw, sgd"),
     (["--json", "nowhere/report.json"], "there is no folder nowhere"),
     (["--loss", "tests.planted_engines:nothing"], "--loss tests.planted_engines:nothing"),
@@ -116,3 +121,18 @@ def test_a_rank_that_raises_is_named_with_what_it_raised(capsys):
 def test_functions_that_ranks_cannot_import_are_refused():
     with pytest.raises(ValueError, match="must be at the top level of a module"):
         compare(lambda: planted.build(), planted.batch)
+
+
+def _work_with_an_end(folder: Path, note) -> None:
+    atexit.register((folder / "ended").touch)
+
+
+def test_a_launched_rank_ends_without_tearing_down_what_gloos_threads_use(tmp_path):
+    here, there = multiprocessing.Pipe(duplex=False)
+    payload = pickle.dumps((_work_with_an_end, (tmp_path,)))
+    given = (0, 1, "cpu", 60.0, str(tmp_path), payload, there)
+    rank = multiprocessing.get_context("spawn").Process(target=_serve, args=given)
+    rank.start()
+    rank.join(60)
+    assert rank.exitcode == 0 and here.recv() == ("done", None)
+    assert not (tmp_path / "ended").exists()

@@ -25,11 +25,13 @@ In a test, inside a process group or without one (then ranks are launched):
 [Note: conventions]
 `build()` gives the model, the same bits at each call: torch.manual_seed is called before it.
 `batch(rank, step)`, with accumulation `batch(rank, step, micro)`, gives what the model is called
-with (a tuple: arguments; a dict: keywords; else one argument) and depends on nothing else. The loss
-is what the model returns if that is one number, else `loss(output, batch)`. Units are the children
-of the ModuleList or Sequential with most parameters, and the root (see `units`). What is compared,
-in which order: `observation`. Which engines have to have equal bits: FSDP2 and minifsdp; of FSDP1,
-DDP and `none`, which sum in another order, what rounding explains is allowed (`whole`, `judging`).
+with (a tuple: arguments; a dict: keywords; else one argument) and depends on nothing else. Forward
+draws from torch's default generator alone, seeded before each call: two are compared first. The
+loss is what the model returns if that is one number, else `loss(output, batch)`. Units are the
+children of the ModuleList or Sequential with most parameters, and the root (see `units`). What is
+compared, in which order: `observation`. Which engines have to have equal bits: FSDP2 and minifsdp;
+of FSDP1, DDP and `none`, which sum in another order, what rounding explains is allowed (`whole`,
+`judging`).
 
 Limits: every rank holds the model of each engine, with its optimizer, and copies of one phase of
 two of them (a forward: all units' inputs, outputs and whole parameters). `none` runs every rank's

@@ -12,8 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ..nest import map_tensors
+from .engines import Whole
+from .findings import compare_pair, paired
 from .lane import Batches, digest, digest_of
+from .observation import ONE, Kind, Place
 from .settings import Settings
+from .whole import WholeLane
 
 
 @contextmanager
@@ -40,16 +44,16 @@ class Builds:
         self._build, self._settings, self._group = build, settings, group
         self._first: dict[str, str] | None = None
 
-    def make(self, engine: str) -> nn.Module:
+    def make(self) -> nn.Module:
         """A new model. Raises ValueError, on all ranks, if it is not as the ones before."""
         with on_all_ranks(self._group):
             model = self._make()
             made = digest(model)
             if self._first is not None and made != self._first:
                 raise ValueError(
-                    f"build() made {_other(made, self._first)} for engine {engine} than before: it "
-                    "must make the same bits at each call (torch.manual_seed is called before it; "
-                    "seed other sources of chance inside it)"
+                    f"build() made {_other(made, self._first)} than before: it must make the same "
+                    "bits at each call (torch.manual_seed is called before it; seed other sources "
+                    "of chance inside it)"
                 )
         if self._first is None:
             self._first = made
@@ -113,6 +117,39 @@ def batches(batches: Batches, group: Any) -> list[str]:
     if len(ranks) > 1 and len(set(map(str, first))) < len(ranks):
         return ["ranks have equal batches: a reduction that is left out might not be noticed"]
     return []
+
+
+def forwards(builds: Builds, batches: Batches, settings: Settings, group: Any) -> None:
+    """Raise ValueError, on all ranks, if two new models' forwards give other bits.
+
+    Both models are built before either runs, as engines' are: a build may seed what forward draws.
+    """
+    lanes = [WholeLane(Whole(), settings, batches) for _ in range(2)]
+    for lane in lanes:
+        model = builds.make()
+        with on_all_ranks(group):
+            lane.prepare(model)
+    try:
+        first, again = (lane.first_forward() for lane in lanes)
+    except Exception:
+        first, again = [], []  # the engines are going to say it, and which of them
+    with on_all_ranks(group):
+        for pair in paired(again, first):
+            if compare_pair(pair, 0, 0, 0)[1] is not None:
+                raise ValueError(not_the_same((pair.ours or pair.theirs).place))
+    for lane in lanes:
+        lane.watch.remove()
+
+
+def not_the_same(place: Place) -> str:
+    """What is wrong with a model whose forward showed other bits at `place` without a cause."""
+    where = "" if place.kind == Kind.LOSS else f" of {place.unit or 'the root'}"
+    return (
+        f"the forward is not the same at each call (first in: {ONE[place.kind]}{where}): it draws "
+        "from random, numpy or a generator of its own, or its kernels are not deterministic; draw "
+        "from torch's default generator, which is seeded before each call, or seed or take out "
+        "what differs"
+    )
 
 
 def _digest(nested: Any) -> list[str]:

@@ -48,6 +48,14 @@ class Finding(NamedTuple):
     zero: bool
     """Ours is 0 wherever it differs."""
     dtypes: tuple[str, str]
+    slope: float | None = None
+    """The factor that fits ours to theirs best, and how far off that leaves the farthest value, as
+    a share of our largest magnitude."""
+    off_slope: float = float("inf")
+    misplaced: bool = False
+    """Ours are theirs in another order."""
+    is_of: str | None = None
+    """Whose values, of the other engine's in this phase, ours are."""
     odd: str | None = None
     """What cannot be compared: a shape, or a value that only one side has."""
 
@@ -128,7 +136,7 @@ def _odd(odd: str, step: int, position: int, place: Place, rank: int, size: int)
     infinite = float("inf")
     return Finding(
         step, position, place, rank, size, size, (), 0, 0, (), (float("nan"), float("nan")),
-        infinite, infinite, infinite, 0.0, None, None, False, False, ("", ""), odd,
+        infinite, infinite, infinite, 0.0, None, None, False, False, ("", ""), odd=odd,
     )  # fmt: skip
 
 
@@ -149,6 +157,7 @@ def _finding(
     rows = by_row.nonzero().view(-1)
     left, right = a[different].double(), b[different].double()
     whole_a, whole_b = a.reshape(-1).double(), b.reshape(-1).double()
+    slope, off_slope = _slope(whole_a, whole_b)
     return Finding(
         step=step,
         position=position,
@@ -170,6 +179,9 @@ def _finding(
         stale=False,
         zero=not left.any() and bool(right.any()),
         dtypes=tuple(ulp.SHORT.get(o.tensor.dtype, str(o.tensor.dtype)) for o in pair),
+        slope=slope,
+        off_slope=off_slope,
+        misplaced=_misplaced(whole_a, whole_b),
     )
 
 
@@ -191,6 +203,20 @@ def _factor(a: torch.Tensor, b: torch.Tensor) -> float | None:
     middle = ratios.median().item()
     same = (ratios - middle).abs().max().item() <= _SAME_FACTOR * abs(middle)
     return middle if same and abs(middle - 1) > 0.01 else None
+
+
+def _slope(a: torch.Tensor, b: torch.Tensor) -> tuple[float | None, float]:
+    if not b.any() or not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return None, float("inf")
+    slope = (a @ b / (b @ b)).item()
+    largest = a.abs().max().item()
+    return slope, (a - slope * b).abs().max().item() / largest if largest else float("inf")
+
+
+def _misplaced(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.aminmax() != b.aminmax():  # saves most of the sorting
+        return False
+    return torch.equal(a.sort().values, b.sort().values)
 
 
 def _fits(a: torch.Tensor, b: torch.Tensor) -> str | None:

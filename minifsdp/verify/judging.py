@@ -18,6 +18,7 @@ from .observation import Kind, Place
 
 ALLOWANCE = 4.0
 _UNITS = 2.0
+_MOST_SLACK = 0.2
 _MADE_OF = {Kind.LOSS: Kind.OUTPUT, Kind.NORM: Kind.GRADIENT}
 """Of phases that are one number a rank, which the twin may hit by chance."""
 _KEPT = 4000  # findings of the step in which the first difference is
@@ -79,6 +80,8 @@ class Book:
         self.same_step: list[Finding] = []
         """And in all phases of that step."""
         self.later: list[Later] = []
+        self.slack = 0.01
+        """How far apart factors may be that are called one: more, where rounding hides them."""
         self.broken = False
         """Whether anything differed that may not."""
 
@@ -95,7 +98,7 @@ class Book:
             share = found.worst / allowed if allowed else float("inf")
             phase.share = max(phase.share, share)
             if share > 1:
-                wrong.append(found)
+                wrong.append(self._scaled(found, allowed))
         wrong.sort(key=lambda f: (f.position, f.rank))
         if wrong and not self.broken:
             self.broken = True
@@ -113,6 +116,15 @@ class Book:
                     tuple(sorted({f.rank for f in of_kind})),
                 )
             )
+
+    def _scaled(self, found: Finding, allowed: float) -> Finding:
+        """With a factor, if it has one up to what rounding explains."""
+        if found.factor is not None or found.slope is None or found.off_slope > allowed:
+            return found
+        if abs(found.slope - 1) <= 2 * allowed:
+            return found
+        self.slack = max(self.slack, min(allowed, _MOST_SLACK))
+        return found._replace(factor=found.slope)
 
     @staticmethod
     def _is_of(found: Finding, first: Place) -> bool:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -118,6 +119,7 @@ def _serve(
     payload: bytes,
     pipe: Any,
 ) -> None:
+    """A rank's whole life. Ends its process, whatever came of it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
     with open(os.path.join(folder, f"stack.{rank}"), "w", encoding="utf-8") as stack:
@@ -137,11 +139,16 @@ def _serve(
             work, args = pickle.loads(payload)
             result = work(*args, lambda where: pipe.send(("at", where)))
             pipe.send(("done", result if rank == 0 else None))
-            dist.destroy_process_group()
+            dist.barrier()  # another rank may still be in its last message
         except ValueError as error:
             pipe.send(("mistake", str(error)))
         except BaseException as error:
             pipe.send(("error", (str(error) or type(error).__name__, traceback.format_exc())))
+        finally:
+            # Python's own end would tear groups down; threads of gloo may abort the process then.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
 
 def _wait(ranks: list[_Rank], timeout_seconds: float, folder: Path) -> None:

@@ -16,12 +16,14 @@ from .engines import Engine, Whole
 from .findings import Count, Finding, compare_pair, paired
 from .judging import Book, Rounding
 from .lane import Batches, Lane, digest_of
-from .observation import PHASES, Kind, Observation, Place
+from .observation import BY_ROWS, PHASES, Kind, Observation, Place
 from .report import Comparison, PhaseResult, Report
 from .settings import Settings
 from .ulp import SHORT
 from .whole import Shaken, WholeLane
 from .words import Norms, describe
+
+_REMEMBERED = (Kind.START, Kind.GATHERED, Kind.GRADIENT, Kind.PARAMETER)
 
 Note = Callable[[str], None]
 
@@ -38,13 +40,15 @@ class Match:
 
     def compare(self, step: int, seen: dict[Lane, list[Observation]], stale: set[Place]) -> None:
         """Compare what one phase showed in both."""
-        for pair in paired(seen[self.ours], seen[self.theirs]):
+        theirs = seen[self.theirs]
+        for pair in paired(seen[self.ours], theirs):
             kind = (pair.ours or pair.theirs).place.kind
             count, found = compare_pair(pair, step, self.position, self.ours.rank)
             self.counts[kind] = self.counts.get(kind, Count()).plus(count)
             self.position += 1
             if found is not None:
-                self.found.append(found._replace(stale=found.place in stale))
+                is_of = _another_with(pair.ours, theirs) if found.place.kind in BY_ROWS else None
+                self.found.append(found._replace(stale=found.place in stale, is_of=is_of))
 
 
 class Lockstep:
@@ -90,14 +94,16 @@ class Lockstep:
         self._step = 0
         self._stale: set[Place] = set()
         self.notes = checking.batches(batches, self._group)
-        self._prepare(build)
+        self._prepare(build, batches)
 
-    def _prepare(self, build: Any) -> None:
+    def _prepare(self, build: Any, batches: Batches) -> None:
         builds = checking.Builds(build, self._settings, self._group)
+        self._note("a forward, twice")
+        checking.forwards(builds, batches, self._settings, self._group)
         for lane in self._lanes:
             lane.at = functools.partial(self._at, lane.name)
             self._note(f"engine {lane.name}, building")
-            model = builds.make(lane.name)
+            model = builds.make()
             with checking.on_all_ranks(self._group), _blaming(f"engine {lane.name}, sharding"):
                 lane.prepare(model)
 
@@ -147,12 +153,12 @@ class Lockstep:
         return self._matches + ([self._twin] if self._twin else [])
 
     def _remember(self, seen: Sequence[Observation]) -> set[Place]:
-        """Which of our parameters are what they were a step ago; notes what they are now."""
+        """Which parameters and gradients of ours are as a step ago; notes what they are now."""
         stale = set()
         for place, tensor, _ in seen:
             if tensor is None or place.micro:
                 continue
-            if place.kind in (Kind.START, Kind.GATHERED, Kind.PARAMETER):
+            if place.kind in _REMEMBERED:
                 key, now = place, digest_of(tensor)
                 if place.kind == Kind.START:
                     key = place._replace(kind=Kind.PARAMETER)
@@ -177,6 +183,7 @@ class Lockstep:
         per_match = zip(*(found for found, _ in everyone), strict=True)
         gathered = [[f for of_rank in found for f in of_rank] for found in per_match]
         if self._twin is not None:
+            self._refuse_chance(gathered[-1])
             self._rounding.learn(self._step, gathered[-1])
         was_broken = any(match.book.broken for match in self._matches)
         for match, found in zip(self._matches, gathered, strict=False):
@@ -186,6 +193,13 @@ class Lockstep:
             self._norms = Norms(sum(ones), sum(squares) ** 0.5, max(largest))
         for match in self._all_matches():
             match.found, match.position = [], 0
+
+    def _refuse_chance(self, of_twin: Sequence[Finding]) -> None:
+        """Raise ValueError if the twin, moved by nothing yet, differed before a gradient."""
+        if self._step == 0:
+            for found in of_twin:
+                if found.place.kind < Kind.GRADIENT:
+                    raise ValueError(checking.not_the_same(found.place))
 
     def _report(self) -> Report:
         mine = [match.counts for match in self._matches]
@@ -248,6 +262,17 @@ class Lockstep:
             if hasattr(lane, "watch"):
                 lane.watch.remove()
         dist.destroy_process_group(self._group)
+
+
+def _another_with(ours: Observation | None, theirs: Sequence[Observation]) -> str | None:
+    """Which other parameter's rows, in the other engine, have the values that ours have."""
+    mine = None if ours is None else ours.tensor
+    if mine is None or not mine.any():
+        return None
+    for place, tensor, _ in theirs:
+        if place != ours.place and tensor is not None and torch.equal(tensor, mine):
+            return place.name
+    return None
 
 
 def _lane(engine: Engine, settings: Settings, batches: Batches) -> Lane:

@@ -63,7 +63,7 @@ class Settings:
             raise ValueError(
                 f"optimizer is {self.optimizer!r}: give adamw, sgd or a function of parameters"
             )
-        if torch.device(self.device).type not in ("cpu", "cuda"):
+        if str(self.device).partition(":")[0] not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}: give cpu or cuda")
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..layout import RowLayout
 from .findings import Finding
 from .judging import Book
 from .observation import BY_ROWS, Kind
@@ -92,22 +93,28 @@ def _gathered(book: Book, plan: Plan, *_: Any) -> str:
     all_of_it = sum(p.unit == found[0].place.unit for p in plan.params)
     share = sum(f.differing for f in found) / sum(f.numel for f in found)
     unit = found[0].place.unit or "root"
-    read = "rows were equal when the forward began, so the fault is in gathering"
+    seen = f"after step {found[0].step - 1}" if found[0].step else "before the first step"
+    read = f"rows were equal {seen}, so they were gathered wrongly or changed since"
     if all(f.zero for f in found):
-        return f"unit {unit} computed with zeros: {read}, memory was used before it was filled"
+        return (
+            f"unit {unit} computed with zeros: {read}; memory was perhaps used before it was filled"
+        )
     if all(f.stale for f in found):
         return (
             f"unit {unit} computed with the parameters of a step ago: {read}; they were not "
             "gathered anew, or used before the gather had arrived (a missing wait)"
         )
     if _single_row(found):
-        return f"{_rows(found)}: {read}; that row was sent or placed wrongly"
+        return f"{_rows(found)}: {read}; that row was sent, placed or changed on its own"
+    if all(f.misplaced for f in found):
+        return f"{_names(found)}: the right values in the wrong places: {read}"
     if len({f.place.name for f in found}) == all_of_it and share > _NEARLY_ALL:
         return (
-            f"unit {unit} computed with none of its true parameters: {read}; used before the "
-            "gather had arrived (a missing wait), or freed"
+            f"unit {unit} computed with none of its true parameters: {read}; perhaps used "
+            "before the gather had arrived (a missing wait), or freed"
         )
-    return f"{_rows(found)}: {read}; used before all had arrived (a missing wait), or misplaced"
+    perhaps = "perhaps used before all had arrived (a missing wait), or misplaced"
+    return f"{_rows(found)}: {read}; {perhaps}"
 
 
 def _output(book: Book, *_: Any) -> str:
@@ -128,16 +135,23 @@ def _loss(*_: Any) -> str:
 def _gradient(book: Book, plan: Plan, world_size: int, accumulate: int, *_: Any) -> str:
     found = book.first
     units = {f.place.unit or "root" for f in found}
+    if said := _moved(found):
+        return said
     every = len({f.place.name for f in found}) == len(plan.params)
     whose = "every gradient" if every else f"every gradient of unit {_list(sorted(units))}"
     of_units = {p.name for p in plan.params if (p.unit or "root") in units}
     whole = of_units <= {f.place.name for f in found}
     factors = [f.factor for f in found]
-    if None not in factors and max(factors) - min(factors) <= 0.01 * abs(factors[0]):
+    ranks = sorted({f.rank for f in found})
+    if None not in factors and max(factors) - min(factors) <= 2 * book.slack * abs(factors[0]):
+        by = _middle(factors)
+        times = f"{'about ' * (book.slack > 0.01)}{by:.4g}x the other's"
+        if ranks != _holders(plan, of_units, world_size):
+            which = f"rank{'s' * (len(ranks) > 1)} {_list(ranks)}"
+            return f"only the rows of {which} are {times} ({_names(found)}): scaled there alone"
         if not whole:
             whose = f"each differing gradient ({_names(found)})"
-        scale = _scale(factors[0], world_size, accumulate)
-        return f"{whose} is {factors[0]:.4g}x the other's: {scale}"
+        return f"{whose} is {times}: {_scale(by, world_size, accumulate, book.slack)}"
     if all(f.zero for f in found):
         return f"{_names(found)}: zero where a gradient is due: not reduced, or not handed out"
     if _single_row(found):
@@ -150,13 +164,41 @@ def _gradient(book: Book, plan: Plan, world_size: int, accumulate: int, *_: Any)
         if most < _ROUNDED:
             return said + f"off by at most {most:.1g} of the largest: rounded while accumulating"
         return said + f"of {accumulate} micro-batches one was lost or counted twice"
-    if world_size > 1 and len({f.rank for f in found}) == 1:
-        return said + f"only rank {found[0].rank}'s rows, so its part of the reduction"
-    return said + "not summed over all ranks, or backward computed with other parameters"
+    if ranks != _holders(plan, of_units, world_size) and len(ranks) == 1:
+        return said + f"only rank {ranks[0]}'s rows, so its part of the reduction"
+    return said + (
+        "perhaps not summed over all ranks, or put in wrong places, or of another step, or "
+        "backward computed with other parameters"
+    )
 
 
-def _scale(factor: float, world_size: int, accumulate: int) -> str:
-    near = lambda wanted: abs(factor / wanted - 1) < 0.01  # noqa: E731
+def _moved(found: list[Finding]) -> str | None:
+    """For gradients that are right ones, of another time or place."""
+    if all(f.zero for f in found):
+        return None
+    if all(f.stale for f in found):
+        return f"{_names(found)}: the gradients of the step before, handed out again"
+    if all(f.is_of for f in found):
+        others = list(dict.fromkeys(f.is_of for f in found))
+        return f"{_names(found)}: the gradients of other parameters ({_list(others[:3])})"
+    if all(f.misplaced for f in found):
+        return f"{_names(found)}: the right values in the wrong places: rows or elements are moved"
+    return None
+
+
+def _holders(plan: Plan, names: set[str], world_size: int) -> list[int]:
+    """The ranks that have rows of any of these parameters."""
+    rows = [p.shape[0] if p.shape else 1 for p in plan.params if p.name in names]
+    layouts = [RowLayout(n, 1, world_size) for n in rows]
+    return [r for r in range(world_size) if any(len(x.rows_of(r)) for x in layouts)]
+
+
+def _middle(factors: list[float]) -> float:
+    return sorted(factors)[len(factors) // 2]
+
+
+def _scale(factor: float, world_size: int, accumulate: int, slack: float) -> str:
+    near = lambda wanted: abs(factor / wanted - 1) < slack  # noqa: E731
     guesses = []
     if world_size > 1 and near(world_size):
         guesses.append(f"the division by the number of ranks ({world_size}) is missing")

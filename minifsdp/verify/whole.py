@@ -60,6 +60,15 @@ class WholeLane(Lane):
         yield from seen
         yield from self.after_backward()
 
+    def first_forward(self) -> list[Observation]:
+        """What the first forward of this rank shows; no step is taken."""
+        self.model.train()
+        masters = self._cast_parameters()
+        _, seen = self.forward(self.rank, 0, 0)
+        for param, master in masters.items():
+            param.data = master
+        return seen
+
     def _cast_parameters(self) -> dict[nn.Parameter, torch.Tensor]:
         """Cast for a step; returns what was cast."""
         dtype, masters = self.settings.dtype, {}
