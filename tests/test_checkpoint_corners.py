@@ -185,6 +185,21 @@ def _an_unexpected_error() -> None:
     assert ranks.first(lambda: ranks.rank + 10) == 10
 
 
+def _saved_behind(folder: str) -> None:
+    groups, start = [], saving._start
+    saving._start = lambda one: groups.append(one.ranks.group) or start(one)
+    try:
+        checkpoint.save(folder, 1, state(), asynchronous=True)
+        checkpoint.wait()
+    finally:
+        saving._start = start
+    assert groups == [Ranks(behind=True).group] != [Ranks().group]
+
+
+def test_what_is_saved_behind_the_training_has_a_group_of_its_own(run_ranks, tmp_path):
+    run_ranks(2, _saved_behind, str(tmp_path))
+
+
 def test_an_error_of_any_class_on_one_rank_is_raised_by_all(run_ranks):
     run_ranks(2, _an_unexpected_error)
 

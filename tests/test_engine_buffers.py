@@ -249,6 +249,22 @@ def test_views_of_mailboxes_are_kept_for_messages_of_one_chunk_only(run_ranks):
     assert run_ranks(2, _views_that_are_kept, 2**18) == [0, 0]
 
 
+def _from_a_late_peer(how: str) -> None:
+    peers, cpu = Peers.of(dist.group.WORLD), torch.device("cpu")
+    with use_collectives(how):
+        for _ in range(2):  # buffers that were used before do not hold zeros
+            if peers.rank == 1:
+                time.sleep(0.2)
+            grads = Gradients([torch.full((8,), 1.0 + peers.rank)], (4,), torch.float32)
+            reduction = collectives.choose(peers, cpu).reduce_scatter(grads, peers, cpu)
+            assert torch.equal(reduction.wait(), torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize("how", ["shared", "direct", "backend"])
+def test_a_reduction_waits_for_a_late_peer(run_ranks, how):
+    run_ranks(2, _from_a_late_peer, how)
+
+
 def _kept_by_a_reduction(how: str) -> int:
     """Gradients that are there while a reduction of them is."""
     with use_collectives(how):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from mutations import Mutation, StaleError, run
+from mutations.runner import stop
 from mutations.sandbox import ROOT
 from mutations.table import MUTATIONS
 from mutations.verdict import Verdict, judge, summary
@@ -181,7 +182,9 @@ def verdict_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Mutation], 
         return report.verdicts[-1]
 
     yield result
-    lanes.shutdown(cancel_futures=True)
+    lanes.shutdown(wait=False, cancel_futures=True)
+    if not all(verdict.done() for verdict in verdicts.values()):
+        stop()  # after an interruption
 
 
 @pytest.mark.mutation

@@ -92,6 +92,11 @@ class _Server:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
         self._socket.sendmsg([json.dumps(request).encode()], rights)
 
+    def end(self) -> None:
+        """End it, and what it has forked."""
+        self._socket.close()
+        self.process.wait()
+
 
 _starting = threading.Lock()
 
@@ -99,6 +104,13 @@ _starting = threading.Lock()
 @functools.cache
 def _server() -> _Server:
     return _Server()
+
+
+def stop() -> None:
+    """End all that is running."""
+    with _starting:
+        if _server.cache_info().currsize:
+            _server().end()
 
 
 def _ask(request: dict[str, object], limit_seconds: float) -> dict | None:

@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -59,11 +60,15 @@ def main(requests: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # what is here now need not be looked through, nor copied, in what is forked
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    runs: dict[int, int] = {}  # process descriptors, and the groups that their processes lead
     while True:
         request, fds, _, _ = socket.recv_fds(requests, 2**20, 1)
+        runs = {run: group for run, group in runs.items() if not _has_ended(run)}
         if not request:
+            for group in runs.values():
+                os.killpg(group, signal.SIGKILL)
             return
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             requests.close()
             try:
                 end_with_parent()
@@ -75,6 +80,15 @@ def main(requests: socket.socket) -> None:
             finally:
                 os.killpg(0, signal.SIGKILL)
         os.close(fds[0])
+        runs[os.pidfd_open(pid)] = pid
+
+
+def _has_ended(run: int) -> bool:
+    """Whether a process has; then its descriptor is closed."""
+    if not select.select([run], [], [], 0)[0]:
+        return False
+    os.close(run)
+    return True
 
 
 def _run(

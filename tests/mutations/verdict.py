@@ -14,10 +14,8 @@ from .table import MUTATIONS
 
 WHOLE_SUITE_LIMIT_SECONDS = 900.0
 # Tests of other parts than the engine, by what their names begin with.
-_OTHERS = (
-    "bench evaluate finetune from_fsdp gpu guide ladder llama lora mutations older_engines page"
-)
-_OTHERS += " plan readme settings structure train two_hosts verify"
+_OTHERS = "bench evaluate faults finetune from_fsdp gpu guide ladder llama lora mutations older "
+_OTHERS += "page plan readme settings structure trace_page train two_hosts verify"
 
 
 def engine_tests() -> list[str]:
