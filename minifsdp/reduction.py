@@ -77,17 +77,21 @@ class GradientReducer:
         return self.unit.name
 
     def held(self) -> dict[str, int]:
-        """Bytes of gradients: full (fresh, or kept for a backward that syncs), on their way, and
-        rows as optimizers read them (padding left out)."""
+        """Bytes of gradients: full (fresh, or kept for a backward that syncs), and on their way."""
         full = [p.unsharded.grad for p in self.unit.params if p.unsharded is not None]
         full += [*self._unsynced.values(), self._partial]
-        under_way = self._scatter or self._replicate or self._descent
-        reduced = [p for p in self.unit.params if p.sharded.grad is not None]
-        return {
-            "gradients": sum(grad.nbytes for grad in full if grad is not None),
-            "reducing": 0 if under_way is None else under_way.held,
-            "rows": sum(p.rows_numel * p.sharded.dtype.itemsize for p in reduced),
-        }
+        nbytes = sum([grad.nbytes for grad in full if grad is not None])
+        return {"gradients": nbytes, "reducing": self._held_under_way()}
+
+    def held_reduced(self) -> dict[str, int]:
+        """Bytes of gradients on their way, and of rows as optimizers read them, without padding."""
+        there = [p for p in self.unit.params if p.sharded.grad is not None]
+        nbytes = sum([p.rows_numel * p.sharded.dtype.itemsize for p in there])
+        return {"reducing": self._held_under_way(), "rows": nbytes}
+
+    def _held_under_way(self) -> int:
+        stage = self._scatter or self._replicate or self._descent
+        return 0 if stage is None else stage.held
 
     # Collecting
 

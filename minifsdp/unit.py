@@ -210,12 +210,14 @@ class Unit:
 
     def held(self) -> dict[str, int]:
         """Bytes beside the shard: unsharded (parameters, or rows of neighbours) and message."""
-        full = (part.full for part in self._parts if part.full is not None)
-        near = sum(part.flat.nbytes for part in self._near_parts)
-        return {
-            "unsharded": near + sum(tensor.untyped_storage().nbytes() for tensor in full),
-            "gathering": 0 if self._gather is None else self._gather.held,
-        }
+        nbytes = 0
+        for part in self._parts:
+            if part.full is not None:
+                nbytes += part.full.untyped_storage().nbytes()
+        for part in self._near_parts:
+            nbytes += part.flat.nbytes
+        gathering = 0 if self._gather is None else self._gather.held
+        return {"unsharded": nbytes, "gathering": gathering}
 
     def _is_whole(self, part: FlatShard) -> bool:
         """Whether the shard itself serves as the full parameters: one rank, no cast, no offload."""

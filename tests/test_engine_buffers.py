@@ -198,15 +198,15 @@ def _held_by_gradients() -> list[dict[str, int]]:
     """What a block's gradients hold: none, kept for later, reduced, stepped on."""
     model = stack.shard(stack.build())
     reducer = model.layers[0]._unit().reducer
-    found = [reducer.held()]
+    found = [{**reducer.held(), **reducer.held_reduced()}]
     model.set_requires_gradient_sync(False)
     stack.step(model)
-    found.append(reducer.held())
+    found.append({**reducer.held(), **reducer.held_reduced()})
     model.set_requires_gradient_sync(True)
     stack.step(model)
-    found.append(reducer.held())
+    found.append({**reducer.held(), **reducer.held_reduced()})
     model.zero_grad()
-    return [*found, reducer.held()]
+    return [*found, {**reducer.held(), **reducer.held_reduced()}]
 
 
 def test_gradients_are_counted_while_they_are_kept_and_once_they_are_reduced(run_ranks):

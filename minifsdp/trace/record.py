@@ -1,8 +1,9 @@
 """`record`: hears the engine while a block of code runs, and makes a Trace of it.
 
 [Note: little is done while it runs]
-A tracer that computes changes what it times. While the block runs, a stamp, a name and a few
-integers are put on a list; everything else is worked out afterwards.
+A tracer that computes changes what it times. While the block runs, a stamp, names and a few
+integers are put on one flat list, so that Python's garbage collector finds next to nothing new, and
+a unit is asked only for what can have changed. Everything else is worked out afterwards.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from .clock import Clock, clock
 from .spans import Entry, RankTrace, spans
 from .trace import Trace, on_one_clock
 
-_UNITS_OWN = ("unshard", "wait", "reshard")
-_REDUCERS_OWN = ("accumulate", "reduce", "reduce_wait")
+# Kinds after which the actor, a unit or a reducer, holds more or less than before.
+_MOVING = frozenset(("unshard", "wait", "reshard", "accumulate", "reduce"))
+_FIELDS = 7  # of a line of the log
 
 
 class Recorder:
@@ -30,20 +32,32 @@ class Recorder:
 
     def __init__(self, clock: Clock) -> None:
         self._stamp = clock.stamp
-        self.log: list[tuple[Any, str, str, str, int, dict[str, int], int]] = []
-        self.units: dict[str, Any] = {}
-        """Proxies of the units met, by name."""
+        self.log: list[Any] = []
+        """Lines, end to end: a stamp and what else makes an Entry."""
+        self.units: dict[str, weakref.ref[Any]] = {}
+        """The units met last, by name."""
         self.iterations: list[int] = []
-        """Where in the log a forward of the whole model began."""
+        """The lines at which a forward of the whole model began."""
         self._met = False  # whether the root's gather for this forward has been seen
         self.peers: tuple[int, ...] = ()
         self._in_backward: dict[str, Any] = {}
         self._stepping: set[int] = set()  # threads on which a unit steps
 
     def _write(
-        self, edge: str, kind: str, unit: str, held: dict[str, int], nbytes: int, thread: int = 0
+        self,
+        edge: str,
+        kind: str,
+        unit: str,
+        held: dict[str, int] | None = None,
+        nbytes: int = 0,
+        thread: int = 0,
     ) -> None:
-        self.log.append((self._stamp(), edge, kind, unit, thread, held, nbytes))
+        self.log.extend((self._stamp(), edge, kind, unit, thread, held, nbytes))
+
+    def lines(self) -> list[tuple[Any, ...]]:
+        """What has been written so far."""
+        fields = iter(self.log[:])
+        return list(zip(*[fields] * _FIELDS, strict=True))
 
     def begin(self, kind: str, actor: Any) -> None:
         thread = 0
@@ -59,19 +73,19 @@ class Recorder:
         elif kind == "optimizer":
             self._stepping.add(threading.get_ident())
             thread = _is_behind()
-        self._write("begin", kind, actor.name, {}, 0, thread)
+        self._write("begin", kind, actor.name, thread=thread)
 
     def end(self, kind: str, actor: Any) -> None:
-        if kind in _UNITS_OWN or kind in _REDUCERS_OWN:
+        if kind in _MOVING:
             held = actor.held()
             held["idle"] = collectives.idle_nbytes()
-            self._write("end", kind, actor.name, held, 0)
+            self._write("end", kind, actor.name, held)
             return
         thread = _is_behind() if kind == "optimizer" else 0
-        self._write("end", kind, actor.name, {}, 0, thread)
+        self._write("end", kind, actor.name, thread=thread)
         if kind == "backward":
             for unit in self._in_backward.values():
-                self._write("held", kind, unit.name, unit.reducer.held(), 0)
+                self._write("held", kind, unit.name, unit.reducer.held())
             self._in_backward.pop(actor.name, None)
         elif kind == "optimizer":
             self._stepping.discard(threading.get_ident())
@@ -79,33 +93,38 @@ class Recorder:
 
     def _meet(self, root: Any) -> None:
         """At the beginning of each forward of the whole model, note what every unit holds."""
-        self.iterations.append(len(self.log))
-        self._write("iteration", "", root.name, {}, 0)
+        self.iterations.append(len(self.log) // _FIELDS)
+        self._write("iteration", "", root.name)
         shards = root.home.shards
         self.peers = tuple(dist.get_process_group_ranks(shards.group))
         for each in root.runtime.units():
-            self.units.setdefault(each.name, weakref.proxy(each))
-            self._write("held", "forward", each.name, {**each.held(), **each.reducer.held()}, 0)
+            held = each.reducer.held_reduced()
+            known = self.units.get(each.name)
+            if known is None or known() is not each:
+                self.units[each.name] = weakref.ref(each)
+                held |= {**each.held(), **each.reducer.held()}
+            self._write("held", "forward", each.name, held)
 
     def hear(self, event: events.Event) -> None:
         """Listen: what moved how many bytes, and when gradients have been handed out."""
         if event.kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            self._write("moved", event.kind, event.unit, {}, event.nbytes)
+            self._write("moved", event.kind, event.unit, nbytes=event.nbytes)
         elif event.kind == "reduced":
             self._reduced(event.unit)
 
     def _reduced(self, name: str) -> None:
-        if name in self.units:
-            self._write("held", "reduced", name, self.units[name].reducer.held(), 0)
+        unit = self.units[name]() if name in self.units else None
+        if unit is not None:
+            self._write("held", "reduced", name, unit.reducer.held_reduced())
 
     def step_begins(self, *_: Any) -> None:
         """Before any torch optimizer steps."""
         if threading.get_ident() not in self._stepping:
-            self._write("begin", "optimizer", "optimizer", {}, 0)
+            self._write("begin", "optimizer", "optimizer")
 
     def step_ends(self, *_: Any) -> None:
         if threading.get_ident() not in self._stepping:
-            self._write("end", "optimizer", "optimizer", {}, 0)
+            self._write("end", "optimizer", "optimizer")
 
 
 def _begins_a_forward(unit: Any) -> bool:
@@ -171,12 +190,12 @@ class record:
 
     def _write_edge(self) -> None:
         """The beginning or the end of the log."""
-        self._recorder._write("edge", "", "", {}, 0)
+        self._recorder._write("edge", "", "")
 
     def _ranks_own(self) -> RankTrace:
-        log = self._recorder.log
-        seconds = self._clock.seconds([line[0] for line in log])
-        entries = [Entry(at, *line[1:]) for at, line in zip(seconds, log, strict=True)]
+        lines = self._recorder.lines()
+        seconds = self._clock.seconds([line[0] for line in lines])
+        entries = [Entry(at, *line[1:]) for at, line in zip(seconds, lines, strict=True)]
         done, held = spans(entries, seconds[-1])
         names = dict.fromkeys([*self._recorder.units, *(event.unit for event in done)])
         if "optimizer" in names:  # last

@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 COMPUTING = ("forward", "backward")
@@ -30,7 +29,8 @@ class Entry(NamedTuple):
     kind: str
     unit: str
     thread: int
-    held: Mapping[str, int] = MappingProxyType({})
+    held: Mapping[str, int] | None = None
+    """By _PART_OF's names, what the unit holds now; what is not named has not changed."""
     nbytes: int = 0
 
 
@@ -197,7 +197,8 @@ class _Replay:
                 stack.remove(span)
                 self._end(span, entry, stack, thread)
                 since = span.entry.seconds
-        self.curve.change(entry.unit, entry.held, since, entry.seconds)
+        if entry.held:
+            self.curve.change(entry.unit, entry.held, since, entry.seconds)
 
     def _drop(self, stack: list[_Open], above: int, end: float, thread: int) -> None:
         """End what was broken off: by an error, or by checkpointing, which recomputes no more of
@@ -209,7 +210,8 @@ class _Replay:
     def _end(self, span: _Open, entry: Entry, stack: list[_Open], thread: int) -> None:
         kind, unit = entry.kind, entry.unit
         if kind == "unshard":
-            span.deferred = span.nbytes > 0 and entry.held.get("gathering") == 0
+            held = entry.held or {}
+            span.deferred = span.nbytes > 0 and held.get("gathering") == 0
             self._asked["wait", unit] = span.nbytes, span.deferred
         elif kind == "reduce":
             self._asked["reduce_wait", unit] = span.nbytes, False
