@@ -63,7 +63,10 @@ class Watch:
             self._note("moved", event.kind, event.unit, event.nbytes)
 
     def _note(self, edge: str, kind: str, unit: str, nbytes: int = 0) -> None:
-        held = {each.name: {**each.held(), **each.reducer.held()} for each in self._units}
+        held = {
+            each.name: {**each.held(), **each.reducer.held(), **each.reducer.held_reduced()}
+            for each in self._units
+        }
         whats = next(iter(held.values()))
         total = {what: sum(one[what] for one in held.values()) for what in whats}
         self.edges.append(
